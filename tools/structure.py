@@ -55,7 +55,7 @@ BUDGETS = {
     "models": 11070,
     "optim": 1625,
     "pages": 275,
-    "parallel": 15646,
+    "parallel": 15802,
     "plan": 7410,
     "planner": 5270,
     "server": 2250,

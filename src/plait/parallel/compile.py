@@ -35,6 +35,7 @@ from torch import nn
 from plait.errors import PlanError
 from plait.models.attention import UNCOMPILED
 from plait.parallel.activation_checkpoint import recompute_blocks
+from plait.parallel.attention_products import AttentionProducts
 from plait.parallel.tensor.operators import CollectivesInOrder
 
 # Warnings of torch about its own code while it compiles: with warnings as errors nothing would compile.
@@ -43,7 +44,10 @@ _TORCH_WARNINGS = (
     (r".*torch\.autograd\.function\.Function.* should not be instantiated", DeprecationWarning),
     (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
 )
-_OPTIONS: dict[str, Any] = {"post_grad_custom_pre_pass": CollectivesInOrder()}  # one object: torch compares
+_OPTIONS: dict[str, Any] = {  # one object each: torch compares
+    "post_grad_custom_pre_pass": CollectivesInOrder(),
+    "post_grad_custom_post_pass": AttentionProducts(),
+}
 
 
 def compile_blocks(
@@ -89,7 +93,8 @@ def prepare_compiler(device: torch.device) -> None:
     for message, category in _TORCH_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
     check_compiler(device.type)
-    torch._inductor.custom_graph_pass.CustomGraphPass.register(CollectivesInOrder)
+    for graph_pass in _OPTIONS.values():
+        torch._inductor.custom_graph_pass.CustomGraphPass.register(type(graph_pass))
 
 
 def _run_compiled(block: Any, *args: Any, **kwargs: Any) -> Any:
