@@ -57,7 +57,7 @@ BUDGETS = {
     "pages": 275,
     "parallel": 15802,
     "plan": 7410,
-    "planner": 5270,
+    "planner": 5300,
     "server": 2250,
     "train": 6745,
     "verify": 1825,
