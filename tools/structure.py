@@ -56,7 +56,7 @@ BUDGETS = {
     "optim": 1625,
     "pages": 275,
     "parallel": 15646,
-    "plan": 7388,
+    "plan": 7400,
     "planner": 5235,
     "server": 2250,
     "train": 6715,
