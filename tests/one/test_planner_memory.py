@@ -55,6 +55,8 @@ STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime"
         (LLAMA, "pp=4 dp=2 micro=8", 0.015),
         (LLAMA, "pp=2 micro=4 schedule=zb-h1", 0.015),
         (LLAMA, "pp=2 micro=4 schedule=zbv", 0.015),
+        (LLAMA, "pp=2 stages=0,2,2,0 micro=4 schedule=zbv", 0.015),
+        (LLAMA, "pp=3 tp=2 sp=true stages=1,3,0 micro=4", 0.015),
         (LLAMA, "cp=4 zero=1", 0.015),
         (LLAMA, "cp=4 cp_method=ulysses", 0.015),
         (LLAMA, "cp=4 cp_method=2x2", 0.015),

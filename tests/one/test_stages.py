@@ -168,11 +168,16 @@ class PerBlock(nn.Module):
 
 
 @pytest.mark.quick
-def test_inputs_of_all_blocks_are_computed_on_all_stages() -> None:
+@pytest.mark.parametrize(
+    ("counts", "users"), [((2, 1, 1), (0, 1, 2)), ((0, 2, 2), (0, 1, 2)), ((2, 2, 0), (0, 1))]
+)
+def test_inputs_of_all_blocks_are_computed_on_their_stages(
+    counts: tuple[int, ...], users: tuple[int, ...]
+) -> None:
     model = PerBlock()
-    cut, stages = stages_by_hand.stages_of(model, 3)
+    cut, stages = stages_by_hand.stages_of(model, 3, given=counts)
     everywhere = ("embed.weight", "each.weight", "each.bias")
-    assert dict(cut.shared) == dict.fromkeys(everywhere, (0, 1, 2))
+    assert dict(cut.shared) == dict.fromkeys(everywhere, users)
     assert_same(model, stages, tokens((2, 5)), summed_loss)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import plait
-from support import pipeline_faults, pipeline_plans, programs
+from support import generation, pipeline_faults, pipeline_plans, programs
 from support.pool import Pool
 
 LAYERS, SEQUENCES = 4, 12
@@ -56,6 +56,15 @@ def test_stages_without_blocks_train_as_the_one_process_program_does(
 
 def test_compiled_blocks_between_stages_without_blocks_train_the_same(pool: Pool) -> None:
     check_parity(pool, task_of("gpt2"), "pp=3 stages=0,4,0 micro=2 compile=true", timeout_s=300.0)
+
+
+@pytest.mark.parametrize("words", ["pp=3 stages=0,2,0 dp=2 zero=3", "pp=2 tp=2 sp=true stages=2,0"])
+def test_stages_without_blocks_generate_the_same_tokens(pool: Pool, words: str) -> None:
+    plan = plait.Plan.parse(f"{words} precision=fp64")
+    found = pool.run(generation.on_ranks, plan.num_ranks, "llama", str(plan), generation.GREEDY)
+    for data_rank, texts in found:
+        for prompt, text in zip(generation.PROMPTS[data_rank :: plan.dp], texts, strict=True):
+            generation.check_greedy_row("llama", "fp64", prompt, text)
 
 
 def _train_deaf(words: str, what: str) -> programs.Trace:

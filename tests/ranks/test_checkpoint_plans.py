@@ -37,6 +37,7 @@ PLANS = (
     "cp=2 tp=2 zero=2 cp_method=ulysses micro=2",
     "cp=3 dp=2 zero=3 shard=1 cp_method=ring micro=3",
     "cp=2 pp=2 dp=2 zero=1 schedule=1f1b micro=2",
+    "pp=2 dp=2 zero=1 schedule=zbv stages=0,3,2,0 micro=2",
 )
 
 

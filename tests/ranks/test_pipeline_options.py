@@ -33,6 +33,7 @@ PLANS = [
     "pp=2 schedule=zbv dp=2 zero=3",
     "pp=3 schedule=zb-h1",
     "pp=2 schedule=interleaved dp=2 zero=3",
+    "pp=2 schedule=interleaved dp=2 stages=0,2,3,0",
 ]
 
 

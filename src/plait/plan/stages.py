@@ -1,8 +1,9 @@
 """The split of a model into pipeline stages: which blocks and parameters each stage has."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
+from typing import Any
 
 from plait.plan.layout import UnitInfo
 
@@ -116,42 +117,52 @@ def balance_blocks(
     the first is slower, M b + a if the second is. Of two equally slow splits, the one with the slow stage
     first is better.
     """
-    most = len(costs) + 2 * bare_ends
-    assert 1 <= num_stages <= most, f"{len(costs)} blocks on {num_stages} stages"
+    assert 1 <= num_stages <= len(costs) + 2 * bare_ends, f"{len(costs)} blocks on {num_stages} stages"
     sums, extra = [0.0, *accumulate(costs)], [0.0] * num_stages
     extra[0] += first
     extra[-1] += last
 
-    def objective(numbers: tuple[int, ...]) -> tuple[float, float, int, float]:
+    rank_of = range(num_stages) if ranks is None else ranks
+
+    def loads_of(numbers: tuple[int, ...]) -> tuple[list[float], dict[int, float]]:
         stops = tuple(accumulate(numbers))
         loads = [
             sums[stop] - sums[stop - n] + more for n, stop, more in zip(numbers, stops, extra, strict=True)
         ]
         of_ranks: dict[int, float] = {}
-        for stage, load in enumerate(loads):
-            rank = stage if ranks is None else ranks[stage]
+        for rank, load in zip(rank_of, loads, strict=True):
             of_ranks[rank] = of_ranks.get(rank, 0.0) + load
+        return loads, of_ranks
+
+    def objective(numbers: tuple[int, ...]) -> tuple[float, float, int, float]:
+        loads, of_ranks = loads_of(numbers)
         return max(of_ranks.values()), max(loads), loads.index(max(loads)), sum(load**2 for load in loads)
 
+    def holds_up(numbers: tuple[int, ...], stage: int) -> bool:
+        """Return whether the stage has none, or one block on the slowest rank: then none may be better."""
+        _, of_ranks = loads_of(numbers)
+        slowest = of_ranks[rank_of[stage]] == max(of_ranks.values())
+        return not numbers[stage] or (numbers[stage] == 1 and slowest)
+
     best: tuple[int, ...] | None = None
-    for ends in product((0, 1), (0, 1)) if bare_ends else [(0, 0)]:  # blocks that an end has not
-        start, stop = ends[0], num_stages - ends[1]
-        if not 1 <= stop - start <= len(costs) or (best and not _may_be_bare(best, ends)):
+    for start, end in product((0, 1), (0, 1)) if bare_ends else [(0, 0)]:  # bare ones: first, last
+        inner, bare = extra[start : num_stages - end], [0] * start + [num_stages - 1] * end
+        if not 1 <= len(inner) <= len(costs) or (best and not all(holds_up(best, each) for each in bare)):
             continue
-        numbers = (0,) * ends[0] + _min_max_split(sums, extra[start:stop]) + (0,) * ends[1]
-        while (better := min(_moves(numbers), key=objective, default=numbers)) != numbers:
-            if objective(better) >= objective(numbers):
-                break
-            numbers = better
+        numbers = _improved((0,) * start + _min_max_split(sums, inner) + (0,) * end, objective)
         if best is None or objective(numbers)[0] < objective(best)[0] * (1 - 1e-9):
             best = numbers
     assert best is not None, "as many blocks as stages between the ends"
     return best
 
 
-def _may_be_bare(numbers: tuple[int, ...], ends: tuple[int, int]) -> bool:
-    """Return whether bare ends may make the slowest rank faster: not an end that keeps several blocks."""
-    return all(number <= 1 for number, bare in zip((numbers[0], numbers[-1]), ends, strict=True) if bare)
+def _improved(numbers: tuple[int, ...], objective: Callable[[tuple[int, ...]], Any]) -> tuple[int, ...]:
+    """Move single blocks between neighbouring stages as long as that lowers the objective."""
+    while True:
+        best = min([numbers, *_moves(numbers)], key=objective)
+        if objective(best) >= objective(numbers):
+            return numbers
+        numbers = best
 
 
 def _min_max_split(sums: Sequence[float], extra: Sequence[float]) -> tuple[int, ...]:

@@ -190,7 +190,7 @@ class Space:
         most = max(1, self.sequence // LEAST_TOKENS)  # ranks of cp
         context = self.values("cp", [cp for cp in divisors(self.num_devices) if cp <= most])
         for pp in self.values("pp", divisors(self.num_devices)):
-            if pp > self.model.layers:
+            if pp > self.model.layers + 2:
                 self.refusals.add(_too_many_stages(self.model, pp, 1), by="stages")
                 continue
             for tp in self.values("tp", _grids(self.num_devices // pp, self.domain)):
@@ -271,7 +271,7 @@ class Space:
         if generator.chunks == 1 or not generator.varies:
             return (0,)
         most = MAX_WIDE_CHUNKS if self.is_wide else MAX_CHUNKS
-        return (0, *range(3, min(most, self.model.layers // pp) + 1))
+        return (0, *range(3, min(most, (self.model.layers + 2) // pp) + 1))
 
     def _states(self, plan: Plan) -> Iterator[dict[str, Any]]:
         all_forwards_first = plan.schedule in ("gpipe", "bfs") and "schedule" not in self.pins
@@ -300,7 +300,7 @@ def _schedule_error(model: ModelShape, plan: Plan, name: str, chunks: int) -> Pl
     if generator is None:
         return None
     num, pp, micro = chunks or generator.chunks, plan.pp, plan.micro
-    if pp * num > model.layers:
+    if pp * num > model.layers + 2:
         return _too_many_stages(model, pp, num)
     generated = max(micro, 2 * pp - 1) if num == 2 and not generator.varies else micro
     if pp * num * max(generated, micro * (3 if generator.splits else 2)) > MAX_ACTIONS:
@@ -417,8 +417,8 @@ def _too_many_stages(model: ModelShape, pp: int, chunks: int) -> PlanError:
     return PlanError(
         f"{model.layers} layers cannot fill {pp * chunks} stages",
         given=given,
-        expected="at least one layer on every stage",
-        hint=f"pp x chunks up to {model.layers}",
+        expected="at least one layer on every stage but the first and the last",
+        hint=f"pp x chunks up to {model.layers + 2}",
     )
 
 

@@ -48,7 +48,7 @@ def block_counts(model: ModelShape, plan: Plan, software: Software = PLAIT) -> t
         raise PlanError(
             f"{model.layers} blocks cannot fill {len(stages_of(*schedule))} stages",
             given=str(plan),
-            expected="at least one block on every stage",
+            expected="at least one block on every stage but the first and the last",
             hint="a smaller pp or chunks",
         )
     return balanced
@@ -58,21 +58,21 @@ def block_counts(model: ModelShape, plan: Plan, software: Software = PLAIT) -> t
 def _counts(
     model: ModelShape, schedule: str, pp: int, chunks: int, splits_evenly: bool
 ) -> tuple[int, ...] | None:
-    """Return None for more stages than blocks."""
+    """Return None for too many stages."""
     ranks = stages_of(schedule, pp, chunks)
     if splits_evenly:
         for ends in (0, 1):
             each, rest = divmod(model.layers + 2 * ends, len(ranks))
             if each > 0 and rest == 0:
                 return (each - ends, *(each,) * (len(ranks) - 2), each - ends) if len(ranks) > 1 else (each,)
-    if len(ranks) > model.layers:
+    if len(ranks) > model.layers + 2 * (not splits_evenly):
         return None
     head = (model.hidden + LOSS_AS_HIDDEN_UNITS) * model.vocab / model.block_matmul_params
-    return _balanced(model.layers, ranks, head)
+    return _balanced(model.layers, ranks, head, not splits_evenly)
 
 
 @lru_cache(maxsize=1 << 12)
-def _balanced(layers: int, ranks: tuple[int, ...], head: float) -> tuple[int, ...]:
+def _balanced(layers: int, ranks: tuple[int, ...], head: float, bare_ends: bool) -> tuple[int, ...]:
     if len(ranks) == 1:
         return (layers,)
-    return balance_blocks([1.0] * layers, len(ranks), last=head, ranks=ranks)
+    return balance_blocks([1.0] * layers, len(ranks), last=head, ranks=ranks, bare_ends=bare_ends)
