@@ -57,7 +57,7 @@ BUDGETS = {
     "pages": 275,
     "parallel": 15632,
     "plan": 7370,
-    "planner": 5256,
+    "planner": 5258,
     "server": 2250,
     "train": 6715,
     "verify": 1825,
