@@ -394,7 +394,9 @@ def _elementwise(
         )
         return forward, backward
     inside = 4.0 * (heads + 2 * kv_heads) * model.head_dim
-    inside += 10.0 * chosen * h / own  # rows by expert, back, and the sum of a token's
+    # Rows by expert, back, and the sum of a token's. Megatron-LM sorts what it received by expert, and back.
+    sorts = 8.0 * (part.gathers_rows and not part.graphs and model.experts > part.ep > 1)
+    inside += (10.0 + sorts) * chosen * h / own
     moved = 20.0 * stream + part.tokens * (inside + (2.0 + 2.0 * (model.mlp_matrices - 1)) * width)
     forward = moved * rates.itemsize / 2 / rates.memory_bytes_per_s
     return forward, 2 * forward
