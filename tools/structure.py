@@ -56,7 +56,7 @@ BUDGETS = {
     "optim": 1625,
     "pages": 275,
     "parallel": 15802,
-    "plan": 7420,
+    "plan": 7445,
     "planner": 5300,
     "server": 2250,
     "train": 6745,
