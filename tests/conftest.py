@@ -30,20 +30,16 @@ settings.load_profile("plait")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to the sweep the cases that are not needed to run every pair of parameters: of each test with
-    three parameters or more, or of all tests of a file that is marked `pairs`, where the test counts as one.
-    """
-    groups = defaultdict[tuple[str, ...], list[pytest.Function]](list)
+    """Leave to the sweep the cases that are not needed to run, over the tests of a file, every pair of two
+    parameters, and of a test and a parameter."""
+    files = defaultdict[Path, list[pytest.Function]](list)
     for item in items:
-        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
-            continue
-        if item.get_closest_marker("sweep") is None:
-            of_file = item.get_closest_marker("pairs") is not None
-            groups[(str(item.path),) if of_file else (str(item.path), item.originalname)].append(item)
-    for group in groups.values():
+        is_case = isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        if is_case and item.get_closest_marker("sweep") is None:
+            files[item.path].append(item)
+    for group in files.values():
         cases = [{"test": item.originalname, **_as_text(item.callspec.params)} for item in group]
-        # All pairs of a test's own two parameters are all of its cases.
-        if max(map(len, cases)) > 3 or len({case["test"] for case in cases}) > 1:
+        if max(map(len, cases)) > 2:
             needed = {tuple(case.items()) for case in covering(cases, seed=1)}
             for item, case in zip(group, cases, strict=True):
                 if tuple(case.items()) not in needed:

@@ -18,8 +18,6 @@ from support import programs
 from support.pool import Pool, RankError
 from support.trainings import engine_of, train
 
-pytestmark = pytest.mark.pairs
-
 SHAPES = {"wide": (24, 80), "vector": (40,), "cube": (16, 5, 12), "small": (3, 4), "scalar": ()}
 
 

@@ -13,8 +13,6 @@ from support.ddp import init_gloo, over_both, rows
 from support.ddp_compression import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
 from support.pool import Pool
 
-pytestmark = pytest.mark.pairs
-
 EXACT = 1e-4  # of the largest, as far as float32 goes
 of_ranks = pytest.mark.parametrize("ranks", [2, 3])
 

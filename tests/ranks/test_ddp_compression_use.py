@@ -18,8 +18,6 @@ from support.ddp import Layers, assert_same, init_gloo, over_both, rows
 from support.ddp_compression import KINDS, compressed, loss32, mean_by_one, model_of_blocks, worst_error
 from support.pool import Pool
 
-pytestmark = pytest.mark.pairs
-
 # --- how it is used
 
 

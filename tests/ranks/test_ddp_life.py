@@ -26,8 +26,6 @@ from support.ddp import (
 )
 from support.pool import Pool
 
-pytestmark = pytest.mark.pairs
-
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},

@@ -14,8 +14,6 @@ from support import programs
 from support.pool import Pool
 from support.trainings import assert_near, differing, distance, engine_of, train, trained
 
-pytestmark = pytest.mark.pairs
-
 PLANS = [
     "dp=2 zero=0",
     "dp=3 zero=0 micro=2",

@@ -18,8 +18,6 @@ from support import hf_models
 from support.pool import Pool
 from support.tensor_cost import BlockWidths, Message, Verb, axonn_volume, block_messages, ring_bytes
 
-pytestmark = pytest.mark.pairs
-
 BATCH, LENGTH = 2, 8
 TOKENS = BATCH * LENGTH
 H, FFN = 48, 88

@@ -15,8 +15,6 @@ from support import edge_case_models, programs
 from support.pool import Pool, PoolOver
 from support.programs import Task
 
-pytestmark = pytest.mark.pairs
-
 
 @pytest.fixture(params=["host", "gloo"])
 def pool(request: pytest.FixtureRequest, workers: Pool) -> PoolOver:

@@ -19,8 +19,6 @@ from support.edge_case_models import Block, Stack, built
 from support.pool import Pool, PoolOver
 from support.programs import Task
 
-pytestmark = pytest.mark.pairs
-
 
 @pytest.fixture(params=["host", "gloo"])
 def pool(request: pytest.FixtureRequest, workers: Pool) -> PoolOver:

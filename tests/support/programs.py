@@ -164,7 +164,8 @@ class Task:
 
     Functions are top-level, so that ranks can import them. `blocks` and `groups` take the model and return
     parallelize's `blocks` and `param_groups`; `prepare` modifies the model before the first step, in both
-    programs.
+    programs. The second step has the first one's weights, optimizer states and orders of communications; more
+    are for tasks whose steps differ.
     """
 
     build: Callable[..., nn.Module]
@@ -178,7 +179,7 @@ class Task:
     blocks: Callable[[nn.Module], Any] | None = None
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
     prepare: Callable[[nn.Module], None] | None = None
-    steps: int = STEPS
+    steps: int = 2
     probe: Batch | None = None
     offload_dir: str | None = None
     own_loss: bool = False  # plait's own causal language model loss; else `loss`
