@@ -1,10 +1,12 @@
-"""Processor time of a step: by part in a pipeline, and Python by unit and gradient.
+"""Processor time of a step: by part in a pipeline and with tensor parallelism; Python by unit and gradient.
 
     python benchmarks/budget.py [--precisions bf16] [--rounds 7] [--json FILE]
 
 The tables of docs/performance.md. First a step of `pipeline.py` under 1f1b, on both ranks, next to torch's
 Schedule1F1B: milliseconds of a rank's processor by part, without other parts inside of it, medians of rounds
-in which the two take turns. The sums of gradients of float32 products that add are parts of them.
+in which the two take turns. The sums of gradients of float32 products that add are parts of them. The same of
+a step of `tensor_parallel.py` in bf16 with compiled blocks, of tp=1 on the first rank and tp=2 on both; the
+first also has all of a step of plain torch, uncompiled.
 
 Then models of blocks whose parameters have two elements, on one rank, next to a bare torch loop (forward,
 backward, fused AdamW), in microseconds: a `unit` is what a block adds to a step, a `hook` what one more
@@ -18,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -28,14 +31,20 @@ from torch.distributed.pipelining import PipelineStage
 import common
 import pipeline_peers
 import plait
+import tensor_parallel
+import tensor_peers
 from llama import Batch, llama_of, weights_folder
 from peers import Step
 from pipeline import MICROS, PLANS, RANKS, ours, stops
 from plait.bench.report import machine
 from plait.comm import World, connect
 from plait.comm.objects import gather_texts
+from plait.comm.shm.transport import ShmTransport
+from plait.engine import loss
 from plait.engine.stage import StageRunner
 from plait.engine.update import LocalUpdater
+from plait.parallel.compile import CompiledForward
+from plait.parallel.linear_products import PlainProducts
 from plait.parallel.pipeline.p2p import Outbox, PostedReceive
 from plait.parallel.zero import grad_reduce
 from plait.parallel.zero.grad_buffer import GradBuffer
@@ -43,7 +52,8 @@ from plait.parallel.zero.sharded_model import ShardedStage
 
 OURS, TORCH = "plait 1f1b", "torch 1F1B"
 REST = "all else"
-PARTS: dict[str, list[tuple[Any, str]]] = {
+Parts = dict[str, list[tuple[Any, str]]]
+PARTS: Parts = {
     "forward": [(StageRunner, "outputs"), (StageRunner, "summed_loss"), (PipelineStage, "forward_one_chunk")],
     "backward": [
         (ShardedStage, "backward"),
@@ -62,11 +72,12 @@ STEPS = 4  # between two readings of the clock
 class PartTimes:
     """Processor time of the calling thread by part, without the parts that it calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Parts) -> None:
+        self.names = [*parts, REST, "step"]
         self.ms: dict[str, float] = defaultdict(float)
         self._parts = [REST]
         self._since = time.process_time()
-        for part, places in PARTS.items():
+        for part, places in parts.items():
             for owner, name in places:
                 setattr(owner, name, self._timed(part, getattr(owner, name)))
 
@@ -108,15 +119,24 @@ def by_part(
             TORCH: pipeline_peers.torch_pipeline(TORCH, folder, precision, shape).step,
         }
         torch.manual_seed(0)
-        batch, found = model.batch(MICROS), defaultdict[str, list[dict[str, float]]](list)
-        for number in range(arguments.rounds + 1):
-            for name in list(steps)[:: 1 if number % 2 else -1]:
-                world.barrier()
+        return measured(steps, model.batch(MICROS), precision, world, times, arguments.rounds)
+
+
+def measured(
+    steps: dict[str, Step], batch: Batch, precision: str, world: World, times: PartTimes, num_rounds: int
+) -> list[common.Row]:
+    """Rows of all ranks, on rank 0, of steps that take turns. Rank 0 has steps that others have not."""
+    found = defaultdict[str, list[dict[str, float]]](list)
+    names = json.loads(gather_texts(json.dumps([*steps]), world.group, world.device)[0])
+    for number in range(num_rounds + 1):
+        for name in names[:: 1 if number % 2 else -1]:
+            world.barrier()
+            if name in steps:
                 spent = times.of(partial(steps[name], batch))
                 if number:
                     found[name].append(spent)
     own = {
-        name: {part: statistics.median(r.get(part, 0.0) for r in rounds) for part in (*PARTS, REST, "step")}
+        name: {part: statistics.median(r.get(part, 0.0) for r in rounds) for part in times.names}
         for name, rounds in found.items()
     }
     ranks = [json.loads(text) for text in gather_texts(json.dumps(own), world.group, world.device)]
@@ -125,6 +145,43 @@ def by_part(
         for rank, of_rank in enumerate(ranks)
         for name, parts in of_rank.items()
     ]
+
+
+def tensor_parts(*, compiled: bool) -> Parts:
+    called: list[list[tuple[Any, str]]] = [[], []]  # by compiled code
+    if compiled:
+        import_module("torch._inductor.lowering")  # adds the products
+        products = torch._inductor.select_algorithm.extern_kernels
+        called = [[(products, "mm"), (products, "addmm")], [(products, "bmm")]]
+    own = "write_output", "output", "input_gradient", "weight_gradient"
+    return {
+        "products": [*called[0], *((PlainProducts, name) for name in own)],
+        "products of attention": called[1],
+        "head and loss": [(loss, "head_loss")],
+        "other forward of blocks": [(CompiledForward, "__call__")],
+        "other backward": [(ShardedStage, "backward")],
+        "messages": [(ShmTransport, name) for name in ("run", "start", "_finish")],
+        **{name: PARTS[name] for name in ("sums of gradients", "norm", "optimizer")},
+    }
+
+
+def of_tensor(arguments: argparse.Namespace, world: World) -> list[common.Row]:
+    """Rows of all ranks, on rank 0. Uncompiled in the smallest form."""
+    model, lone = llama_of(arguments), World.alone(world.device)
+    plans, compiled = {"tp=1": lone, f"tp={RANKS}": world}, not arguments.smallest
+    words = f"compile={str(compiled).lower()}"
+    with weights_folder(model, world) as folder:
+        steps = {
+            f"plait {plan}": tensor_parallel.ours(model, f"{plan} {words}", "bf16", plans[plan]).step
+            for plan in plans
+            if world.rank == 0 or plans[plan] is world
+        }
+        if world.rank == 0:
+            steps[tensor_peers.ONE_PROCESS] = tensor_peers.one_process(folder, "bf16").step
+        times = PartTimes(tensor_parts(compiled=compiled))
+        torch.manual_seed(0)
+        batch = model.batch(tensor_parallel.SEQUENCES)
+        return measured(steps, batch, "bf16", world, times, arguments.rounds)
 
 
 class Block(nn.Module):
@@ -198,12 +255,17 @@ def worker(arguments: argparse.Namespace) -> None:
     world = connect(device="cpu", transport="host")
     units = by_unit(arguments) if world.rank == 0 else []
     world.barrier()
-    times, rows = PartTimes(), list[common.Row]()
+    times, rows = PartTimes(PARTS), list[common.Row]()
     for precision in arguments.precisions:
         rows += by_part(arguments, precision, world, times)
+    tensor_rows = of_tensor(arguments, world)
     if world.rank == 0:
         facts = machine() | dict(word.split(": ") for word in units)
         common.report("processor time of a step by part, ms", rows, facts, arguments.json)
+        json_path = (
+            None if arguments.json is None else arguments.json.with_stem(f"{arguments.json.stem}_tensor")
+        )
+        common.report("processor time of a step of tensor parallelism, ms", tensor_rows, facts, json_path)
     world.close()
 
 
