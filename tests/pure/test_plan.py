@@ -1,6 +1,7 @@
 """A plan is plain data: its text parses back, and an invalid one is refused with an error."""
 
 import math
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -389,3 +390,28 @@ def test_functions_that_need_a_rank_count_refuse_dp_auto() -> None:
         with pytest.raises(PlanError, match="number of ranks is known") as caught:
             ask()
         assert '"dp=2 tp=2 zero=1"' in str(caught.value.hint)
+
+
+def test_a_changed_plan_is_the_plan_with_these_keys_and_the_same_errors() -> None:
+    plan = Plan.parse("dp=8 tp=2 pp=4 zero=3 micro=8 precision=bf16")
+    for keys in ({"zero": 1, "shard": 4}, {"tp": (2, 2), "sp": True}, {"micro": 1, "schedule": "zbv"}, {}):
+        hash(plan)  # which a changed plan must not keep
+        changed = plan.changed(**keys)
+        assert changed == replace(plan, **keys)
+        assert str(changed) == str(replace(plan, **keys))
+        assert hash(changed) == hash(replace(plan, **keys))
+    for keys in ({"zero": 0, "shard": 4}, {"micro": 0}, {"schedule": "zbv", "chunks": 3}, {"offload": "gpu"}):
+        with pytest.raises(PlanError) as expected:
+            replace(plan, **keys)
+        with pytest.raises(PlanError) as error:
+            plan.changed(**keys)
+        assert str(error.value) == str(expected.value)
+
+
+def test_a_plan_keeps_its_hash_in_one_process_only() -> None:
+    """Hashes of texts differ between processes."""
+    plan = Plan.parse("dp=8 precision=bf16")
+    before = pickle.dumps(plan)
+    assert {plan: 1}[Plan.parse("dp=8 precision=bf16")] == 1
+    assert pickle.dumps(plan) == before
+    assert pickle.loads(before) == plan

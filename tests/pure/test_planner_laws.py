@@ -83,7 +83,7 @@ def _memory(model: ModelShape, machine: Cluster, work: Workload, plan: Plan) -> 
 
     def memory(**keys: object) -> float:
         try:
-            changed = Plan(**(vars(plan) | keys))  # type: ignore[arg-type]
+            changed = plan.changed(**keys)
         except PlanError:
             return float("nan")  # compares as False
         return estimate_step(model, changed, machine, work).memory.tensors

@@ -67,6 +67,7 @@ class UnitKind(Enum):
 
     DENSE = "dense"
     EXPERT = "expert"  # of which each rank along EXPERTS has its own
+    __hash__ = object.__hash__  # Enum's is slow Python
 
 
 @dataclass(frozen=True)

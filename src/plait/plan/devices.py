@@ -10,11 +10,13 @@ from typing import Any
 
 from plait.errors import ConfigError, PlanError, shown, unknown_key_hint
 from plait.fileio import parse_toml, read_text
+from plait.plan.hashed_once import hashed_once
 
 _TABLE = Path(__file__).with_name("devices.toml")
 _REMARK = re.compile(r"\(.*?\)")  # "A100-SXM-80GB(inferred)"
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Device:
     """One rank's device. Bytes and seconds in SI units, FLOP/s of dense products from the data sheet.

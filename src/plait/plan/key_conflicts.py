@@ -192,6 +192,8 @@ def check_schedule(values: Mapping[str, Any]) -> None:
             expected="the stages per rank that the file has",
             hint="no chunks",
         )
+    if not stages:
+        return
     if not STAGES.fullmatch(stages):
         raise PlanError(
             "stages is not a list of block counts",
@@ -201,7 +203,7 @@ def check_schedule(values: Mapping[str, Any]) -> None:
             hint="stages=8,8,8,6",
         )
     per_rank = 0 if schedule.startswith("file:") else GENERATORS[schedule].chunks_for(schedule, chunks)
-    if stages and per_rank and values["pp"] * per_rank != stages.count(",") + 1:
+    if per_rank and values["pp"] * per_rank != stages.count(",") + 1:
         raise PlanError(
             "stages does not give one block count per stage",
             given=f"stages={stages} ({stages.count(',') + 1} counts)",

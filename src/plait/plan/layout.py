@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, product
+from typing import NamedTuple
 
 from plait.plan.axes import UnitKind
 from plait.plan.quantized import FORMATS
@@ -259,6 +260,17 @@ class UnitLayout:
         return tuple((start, stop) for start, stop in pairs if stop > start)
 
 
+class UnitTotals(NamedTuple):
+    """Number of some units, their elements and their tensors."""
+
+    kind: UnitKind
+    format: str
+    trains: bool
+    number: int
+    numel: int
+    tensors: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Every unit of a rank, in forward order."""
@@ -292,6 +304,24 @@ class Layout:
                     ]
                     layouts.append(replace(layout, params=tuple(params)))
         return cls(tuple(layouts))
+
+    @cached_property
+    def equal_units(self) -> tuple[tuple[UnitLayout, int], ...]:
+        """Units, and how often each occurs. (The planner has all equal blocks as one object.)"""
+        counts: dict[int, tuple[UnitLayout, int]] = {}
+        for unit in self.units:
+            counts[id(unit)] = unit, counts.get(id(unit), (unit, 0))[1] + 1
+        return tuple(counts.values())
+
+    @cached_property
+    def totals(self) -> "tuple[UnitTotals, ...]":
+        """The totals of units of one kind, format, and use, in order of the first ones."""
+        found: dict[tuple[UnitKind, str, bool], tuple[int, int, int]] = {}
+        for unit, times in self.equal_units:
+            key = unit.kind, unit.format, unit.trains
+            number, numel, tensors = found.get(key, (0, 0, 0))
+            found[key] = number + times, numel + times * unit.numel, tensors + times * len(unit.params)
+        return tuple(UnitTotals(*key, *sums) for key, sums in found.items())
 
     @cached_property
     def numel(self) -> int:

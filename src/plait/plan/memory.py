@@ -19,6 +19,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 
 from plait.plan.axes import UnitKind
 from plait.plan.compression import (
@@ -78,8 +79,13 @@ class MemoryUse:
     @cached_property
     def total(self) -> int:
         """Bytes on the device, without activations if they are unknown."""
-        on_device = (field.name for field in fields(self) if field.name not in _OFFLOADED)
-        return sum(getattr(self, name) or 0 for name in on_device)
+        return sum([each or 0 for each in _on_device(self)])
+
+    def with_activations(self, num_bytes: int | None, loss_bytes: int = 0) -> "MemoryUse":
+        """Return the use of a rank that also holds these. This one has none."""
+        temporary = self.buffers + (num_bytes or 0) + loss_bytes
+        allocator = int(temporary * _ALLOCATOR_FRACTION) if self.runtime else 0
+        return replace(self, activations=num_bytes, loss=loss_bytes, allocator=allocator)
 
     def text_of(self, category: str) -> str:
         """The bytes of a category, or the total, with their unit. A total says what it lacks."""
@@ -102,6 +108,9 @@ class MemoryUse:
             [f"{name} {self.text_of(name)}" for name in names] for names in used_categories(self)
         )
         return "; ".join([", ".join(on_device), f"total {self.text_of('total')}", *offloaded])
+
+
+_on_device = attrgetter(*(each.name for each in fields(MemoryUse) if each.name not in _OFFLOADED))
 
 
 def used_categories(*uses: MemoryUse) -> tuple[list[str], list[str]]:
@@ -132,11 +141,10 @@ def model_state_bytes(
     receives: bool = False,
     shares: bool = False,
     scratch_bytes: int = 0,
-    activation_bytes: int | None = 0,
     num_communicators: int | None = None,
-    loss_bytes: int = 0,
 ) -> MemoryUse:
-    """Estimate the bytes of a rank. `states_per_element`: 2 for Adam, 1 for SGD with momentum; or by group.
+    """Estimate the bytes of a rank without activations. `states_per_element`: 2 for Adam, 1 for SGD with
+    momentum; or by group.
 
     coded_groups        optimizer groups whose states are stored in 8-bit codes
     grad_itemsize       bytes per element of a full gradient
@@ -145,9 +153,7 @@ def model_state_bytes(
     receives            the owner of a sum buffers what each peer sends
     shares              the ranks of a shard group share one parameter memory
     scratch_bytes       buffer of a named algorithm for received data that is not yet added
-    activation_bytes    peak of activations; None: unknown
     num_communicators   of NCCL, on this rank; None: the rank has no GPU
-    loss_bytes          logits of a chunk of tokens, and copies in float32
     """
     in_files, plan = plan.offload == "disk", plan.placed_on("cpu" if num_communicators is None else "cuda")
     compute, master = COMPUTE_BYTES[plan.dtype], MASTER_BYTES[plan.dtype]
@@ -155,8 +161,8 @@ def model_state_bytes(
     offloads, persistent = plan.offload == "cpu", shares or params_stay_full(plan)
     parts = {
         "parameters": sum(
-            unit.num_bytes(unit.range_numel if plan.zero == 3 or shares else unit.numel, compute)
-            for unit in layout.units
+            times * unit.num_bytes(unit.range_numel if plan.zero == 3 or shares else unit.numel, compute)
+            for unit, times in layout.equal_units
         ),
         "master": owned * master if master != compute or (offloads and persistent) else 0,
         "optimizer": _state_bytes(layout, plan, states_per_element, coded_groups) + full_tensor_bytes[0],
@@ -175,7 +181,7 @@ def model_state_bytes(
     buffers += 0 if offloads else blocks
     if offloads and num_communicators is not None:
         buffers += _staged_gradient_bytes(layout, plan)
-    use = _offloaded(parts, plan, sums, buffers, activation_bytes, in_files=in_files, loss=loss_bytes)
+    use = _offloaded(parts, plan, sums, buffers, in_files=in_files)
     if num_communicators is None:
         return use
     use = replace(use, host=use.host + (blocks if offloads else 0))
@@ -205,9 +211,11 @@ def _state_bytes(layout: Layout, plan: Plan, per_element: int | Sequence[int], c
     """Bytes of the states of what the first rank of a shard group updates, and of the outer optimizer."""
     itemsize = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.dtype]
     num_bytes = _outer_bytes(layout.owned_numel, plan)
-    for group, start, stop in (of for unit in layout.units for of in unit.owned_groups(0)):
-        of_state = code_block_bytes(start, stop) if group in coded_groups else (stop - start) * itemsize
-        num_bytes += of_state * (per_element if isinstance(per_element, int) else per_element[group])
+    for unit, times in layout.equal_units:
+        for group, start, stop in unit.owned_groups(0):
+            of_state = code_block_bytes(start, stop) if group in coded_groups else (stop - start) * itemsize
+            states = per_element if isinstance(per_element, int) else per_element[group]
+            num_bytes += times * states * of_state
     return num_bytes
 
 
@@ -308,16 +316,7 @@ def _has_wide_masters(plan: Plan) -> bool:
     return COMPUTE_BYTES[plan.dtype] != MASTER_BYTES[plan.dtype]
 
 
-def _offloaded(
-    parts: dict[str, int],
-    plan: Plan,
-    sums: int,
-    buffers: int,
-    activation_bytes: int | None,
-    *,
-    in_files: bool,
-    loss: int,
-) -> MemoryUse:
+def _offloaded(parts: dict[str, int], plan: Plan, sums: int, buffers: int, *, in_files: bool) -> MemoryUse:
     """Move to host or disk what the plan offloads."""
     host = disk = 0
     if in_files:
@@ -330,7 +329,7 @@ def _offloaded(
         if plan.zero == 3:
             host += parts["parameters"]
             parts["parameters"] = 0
-    return MemoryUse(**parts, buffers=buffers, activations=activation_bytes, loss=loss, host=host, disk=disk)
+    return MemoryUse(**parts, buffers=buffers, activations=0, host=host, disk=disk)
 
 
 def _buffers(

@@ -8,7 +8,7 @@ their error. Ranks, batch, model and device are checked later, before the first 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.axes import TABLE, replica_dp, smallest_dp
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import CP_METHOD, METHODS
+from plait.plan.hashed_once import HASH, hashed_once
 from plait.plan.key_conflicts import (
     CAPACITY,
     check_base,
@@ -55,17 +56,16 @@ TP = re.compile(f"({_NUMBER})(?:x({_NUMBER}))?")
 REDUCE = re.compile(f"fp32|bf16|fp16|int8|powersgd(?::({_NUMBER})(?::({_NUMBER}))?)?")
 DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
 
-_PATTERNS = (
-    ("cp_method", CP_METHOD, f"{', '.join(METHODS)}, or RxU: rings of R ranks, ulysses of U neighbours"),
-    ("capacity", CAPACITY, "none, or a factor from 0.01 such as 1.25"),
-    ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
-    (
-        "reduce",
+_PATTERNS = {
+    "cp_method": (CP_METHOD, f"{', '.join(METHODS)}, or RxU: rings of R ranks, ulysses of U neighbours"),
+    "capacity": (CAPACITY, "none, or a factor from 0.01 such as 1.25"),
+    "recompute": (RECOMPUTE, "none, full, selective or every=k with k from 1"),
+    "reduce": (
         re.compile(f"{REDUCE.pattern}|{TOP_K.pattern}"),
         "fp32, bf16, fp16, int8, powersgd, powersgd:r or powersgd:r:s, with a rank r from 1, or topk:R",
     ),
-    ("outer", OUTER, "average, or nesterov:LR:MOMENTUM such as nesterov:0.7:0.9"),
-)
+    "outer": (OUTER, "average, or nesterov:LR:MOMENTUM such as nesterov:0.7:0.9"),
+}
 _RENAMED_VALUES = {("accumulate", "whole"): "unsharded", ("accumulate", "cut"): "sharded"}
 _RENAMED = {"gathered": "reshard=use or reshard=step", "states": "optim_dtype=fp32 or optim_dtype=bf16"}
 
@@ -74,13 +74,13 @@ _KEY, _EXAMPLE = "a key of docs/plans.md", "dp=2 precision=bf16"
 
 def check_choices(values: Mapping[str, object]) -> None:
     """Raise PlanError for a value that is not among the choices of its key."""
-    for key, choices in CHOICES.items():
-        if key in values and values[key] not in choices:
-            text = str(values[key])
+    for key, value in values.items():
+        if value not in CHOICES.get(key, (value,)):
+            text, choices = str(value), CHOICES[key]
             similar = _RENAMED_VALUES.get((key, text)) or nearest(text, choices)
             raise _unknown(key, text, " or ".join(choices), similar)
-    for key, pattern, expected in _PATTERNS:
-        if key in values and not (isinstance(value := values[key], str) and pattern.fullmatch(value)):
+        pattern, expected = _PATTERNS.get(key, (None, ""))
+        if pattern is not None and not (isinstance(value, str) and pattern.fullmatch(value)):
             raise _unknown(key, value, expected)
 
 
@@ -149,6 +149,7 @@ def _not_a_number(key: str, value: object) -> PlanError:
     return PlanError(f"{key} is not a valid {noun}", given=given, expected=expected, hint=hint)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Plan:
     """Degrees and policies of one training run. See [Note: plan validation].
@@ -268,10 +269,25 @@ class Plan:
                 expected="Plan(dp=2, zero=3)",
                 hint=f'Plan.parse("{self.dp}"); parallelize takes the text as it is',
             )
-        object.__setattr__(self, "tp", canonical_tp(self.tp))
-        object.__setattr__(self, "capacity", str(self.capacity))
         values = vars(self)
-        given = {name: values[name] for name, _, default in _kinds() if values[name] is not default}
+        self._check([name for name, default in _DEFAULTS if values[name] is not default])
+
+    def changed(self, **values: Any) -> "Plan":
+        """Return `replace(self, **values)`, in a fifth of the time."""
+        plan = object.__new__(Plan)
+        kept = vars(self) | values
+        kept.pop(HASH, None)
+        object.__setattr__(plan, "__dict__", kept)
+        plan._check(values)
+        return plan
+
+    def _check(self, names: Collection[str]) -> None:
+        """Raise PlanError for an invalid value of one of these keys, and for values that exclude others."""
+        values = vars(self)
+        if "tp" in names:
+            values["tp"] = canonical_tp(self.tp)
+        values["capacity"] = str(self.capacity)
+        given = {name: values[name] for name in names}
         for name, value in given.items():
             check_type(name, Plan.__dataclass_fields__[name].type, value)
         check_choices(given)
@@ -568,10 +584,7 @@ class Plan:
         return num_sequences // shares
 
 
-@cache
-def _kinds() -> tuple[tuple[str, Any, Any], ...]:
-    """Names, types and defaults of a plan's keys."""
-    return tuple((field.name, field.type, field.default) for field in fields(Plan))
+_DEFAULTS = tuple((field.name, field.default) for field in fields(Plan))
 
 
 @cache

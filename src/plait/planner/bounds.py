@@ -10,10 +10,10 @@ Once the schedule is decided, it is simulated without the communication of shard
 at least that and the exposed reductions after it, and, if parameters are gathered for every micro-batch, the
 longest sum with the gathers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from operator import add, attrgetter
+from operator import add, attrgetter, itemgetter
 from typing import NamedTuple
 
 from plait.plan import Layout, MemoryUse, Plan
@@ -47,6 +47,7 @@ class _Simulated(NamedTuple):
     stages: tuple[StageSeconds, ...]
     ends: PipelineEnds
     layouts: tuple[Layout, ...]  # of the ranks
+    differ: tuple[Layout, ...]  # of these, those of different sizes
 
 
 # For the many plans of a search: looking up a member takes long.
@@ -94,7 +95,7 @@ class EstimateCache:
             return self._sharded_s(plan)
         if decided is _STATES:  # at least the optimizer's, with all of dp as shards
             simulated = self._simulated(plan)
-            return self._span_s(simulated.ends.end) + self._update_s(plan, simulated.layouts)
+            return self._span_s(simulated.ends.end) + self._update_s(plan, simulated.differ)
         if decided is _SIMULATED:
             return self._span_s(self._simulated(plan).ends.end)
         if decided is _SCHEDULE:
@@ -121,13 +122,11 @@ class EstimateCache:
         splits = generator is None or generator.splits
         fill = drain = longest = 0.0
         both = list(map(add, forward, backward))
-        for own in _in_order(plan.schedule, plan.pp, plan.num_chunks):
-            first = own[0]
-            if len(own) == 1:
+        for first, of_own in _in_order(plan.schedule, plan.pp, plan.num_chunks):
+            if of_own is None:
                 computed, weights = micro * both[first], micro * weight[first]
             else:
-                computed = micro * sum([both[stage] for stage in own])
-                weights = micro * sum([weight[stage] for stage in own])
+                computed, weights = micro * sum(of_own(both)), micro * sum(of_own(weight))
             rest = (weights if weights > drain else drain) if splits else weights + drain
             longest = max(longest, fill + computed + rest)
             fill += forward[first]
@@ -141,7 +140,8 @@ class EstimateCache:
             nothing = [Overlapped(0.0, 0.0)] * len(stages)
             ends = pipeline_ends(self._model, plan, self._links, stages, nothing, self._work)
             layouts = rank_layouts(self._model, plan, self._software)
-            self._pipelines[key] = _Simulated(stages, ends, layouts)
+            differ = {(layout.numel, layout.expert_numel): layout for layout in layouts}
+            self._pipelines[key] = _Simulated(stages, ends, layouts, tuple(differ.values()))
         return self._pipelines[key]
 
     def _span_s(self, ends: Iterable[float]) -> float:
@@ -152,10 +152,10 @@ class EstimateCache:
         key = (*computation(plan), *reduces)  # and not `offload`
         if key not in self._spans:
             self._spans[key] = self._sharded_span_s(plan)
-        return self._spans[key] + self._update_s(plan, self._simulated(plan).layouts)
+        return self._spans[key] + self._update_s(plan, self._simulated(plan).differ)
 
     def _sharded_span_s(self, plan: Plan) -> float:
-        stages, ends, layouts = self._simulated(plan)
+        stages, ends, layouts, _ = self._simulated(plan)
         links, software, constants = self._links, self._software, self._cluster.constants
         data = step_reductions(plan, links, stages, layouts, software, constants)
         span = self._span_s(end + rank.exposed for end, rank in zip(ends.end, data, strict=True))
@@ -170,8 +170,7 @@ class EstimateCache:
     def _update_s(self, plan: Plan, layouts: Sequence[Layout]) -> float:
         constants = self._cluster.constants
         rates = Rates.of(self._cluster.device, plan.precision, plan.tf32, constants)
-        differ = {(layout.numel, layout.expert_numel): layout for layout in layouts}.values()
-        seconds = [update_s(plan, each, 0, rates, self._links, self._software) for each in differ]
+        seconds = [update_s(plan, each, 0, rates, self._links, self._software) for each in layouts]
         return min(seconds) + constants.step_s
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
@@ -189,8 +188,7 @@ class EstimateCache:
             full = plan.keeps_full_grads if decided is Decided.ALL else plan.zero < 2
             states += int(use.gradients * (1 if full else share))
             states += int((use.master + use.optimizer) * share)
-        others = {"allocator": use.allocator, "runtime": use.runtime, "loss": use.loss}
-        return upper_bytes(MemoryUse(states, 0, 0, 0, 0, use.activations, **others))
+        return upper_bytes(states, (use.activations or 0) + use.loss + use.allocator + use.runtime)
 
     def first_rank_bytes(self, plan: Plan) -> float:
         """Return a lower bound of `memory_bytes`, in a third of its time."""
@@ -201,9 +199,12 @@ class EstimateCache:
 
 
 @lru_cache(maxsize=1 << 10)
-def _in_order(schedule: str, pp: int, chunks: int) -> list[tuple[int, ...]]:
-    """Return the stages of every rank, in order of their first ones."""
-    return sorted(stages_by_rank(schedule, pp, chunks))
+def _in_order(
+    schedule: str, pp: int, chunks: int
+) -> list[tuple[int, Callable[[Sequence[float]], Iterable[float]] | None]]:
+    """Return the first stage of every rank, in order, and what reads values of all its stages, if several."""
+    of_ranks = sorted(stages_by_rank(schedule, pp, chunks))
+    return [(own[0], itemgetter(*own) if len(own) > 1 else None) for own in of_ranks]
 
 
 # The searched keys on which the time of a pipeline without sharding depends.

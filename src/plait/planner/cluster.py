@@ -11,6 +11,7 @@ from typing import Any
 from plait.errors import ConfigError, ProfileError, nearest, shown
 from plait.fileio import parse_toml, read_text
 from plait.plan.devices import Device, device, device_of_driver
+from plait.plan.hashed_once import hashed_once
 from plait.plan.host_profile import DeviceSpeed, load
 from plait.planner.constants import DEFAULT, Constants, of_measured
 
@@ -25,6 +26,7 @@ _OPTIONAL = (
 )
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Cluster:
     """Hosts of equal devices. Bandwidths are per direction, data-sheet figures; efficiencies are the

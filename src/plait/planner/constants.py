@@ -4,7 +4,10 @@ together."""
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from plait.plan.hashed_once import hashed_once
 
+
+@hashed_once
 @dataclass(frozen=True)
 class Constants:
     """Each value with its unit; `tools/planner_lab score --calibrate` prints and refits them.

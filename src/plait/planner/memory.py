@@ -82,12 +82,13 @@ def peak_memory(
 
     uses = [rank_memory(model, plan, rank, batch, work.sequence, software, on_gpu) for rank in ranks]
     use = max(uses, key=lambda use: use.total)
-    return use, upper_bytes(use)
+    others = use.temporary + use.allocator + use.runtime
+    return use, upper_bytes(use.total - others, others)
 
 
-def upper_bytes(use: MemoryUse) -> float:
-    """Return the upper end of the interval of a rank's memory: states and gradients are exact."""
-    return use.total + _UNCERTAINTY * (use.temporary + use.allocator + use.runtime)
+def upper_bytes(states: int, others: int) -> float:
+    """Return the upper end of the interval of a rank's memory: bytes of states and gradients are exact."""
+    return states + others + _UNCERTAINTY * others
 
 
 _STATES = 2  # of Adam, per element
@@ -111,30 +112,44 @@ def rank_memory(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software, on_gpu: bool
 ) -> MemoryUse:
     """Return the bytes of a pipeline rank, for micro-batches of `batch` sequences."""
-    ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    own_plan = plan.of_worker
+    loss = 0
+    if software.eager and _has_head(plan, rank):
+        loss = _loss_bytes(model, plan, batch * tokens_of_rank(model, plan, sequence), on_gpu=on_gpu)
     activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
-    use = model_state_bytes(
-        rank_layouts(model, plan, software)[rank],
-        own_plan,
-        states_per_element=_STATES,
-        coded_groups={0} if software.optimizer == "AdamW8bit" else frozenset(),
-        grad_itemsize=COMPUTE_BYTES[plan.dtype]
-        if software.narrow_gradients
-        else COMPUTE_BYTES[full_grad_dtype(own_plan, receives=not on_gpu)],
-        activation_bytes=int(activations),
-        loss_bytes=_loss_bytes(model, plan, batch * tokens_of_rank(model, plan, sequence), on_gpu=on_gpu)
-        if software.eager and _has_head(plan, rank)
-        else 0,
-        num_communicators=_num_communicators(_of_groups(plan), ranks) if on_gpu else None,
-    )
+    rank_of, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, software)
+    own = _own_kinds(model, counts, stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)[rank])
+    states = _state_bytes(model, _of_states[plan.micro > 1](plan), own, rank_of, software, on_gpu)
+    use = states.with_activations(int(activations), loss)
     if plan.zero == 3 and not software.keeps_copies:
         use = replace(use, parameters=0)
     return replace(use, buffers=use.buffers + software.bucket_bytes) if software.bucket_bytes else use
 
 
-# Communicators do not depend on what is computed.
-_of_groups = with_defaults("micro", "sp", "cp_method", "recompute", "schedule", "chunks", "stages", "compile")
+# States do not depend on what is computed, but on whether there are several micro-batches.
+_COMPUTATION = ("sp", "cp_method", "recompute", "schedule", "chunks", "stages", "compile")
+_of_states = tuple(with_defaults(*_COMPUTATION, micro=micro) for micro in (1, 2))
+
+
+@lru_cache(maxsize=1 << 14)
+def _state_bytes(
+    model: ModelShape,
+    plan: Plan,
+    own: tuple[StageKind, ...],
+    rank_of: tuple[int, ...],
+    software: Software,
+    on_gpu: bool,
+) -> MemoryUse:
+    """Return the bytes of a rank with these of the stages, which are on these ranks; without activations."""
+    own_plan = plan.of_worker
+    dtype = plan.dtype if software.narrow_gradients else full_grad_dtype(own_plan, receives=not on_gpu)
+    return model_state_bytes(
+        layout_of(model, unit_sizes(plan), own),
+        own_plan,
+        states_per_element=_STATES,
+        coded_groups={0} if software.optimizer == "AdamW8bit" else frozenset(),
+        grad_itemsize=COMPUTE_BYTES[dtype],
+        num_communicators=_num_communicators(plan, rank_of) if on_gpu else None,
+    )
 
 
 @lru_cache(maxsize=1 << 10)  # the same for the ranks of a plan
@@ -218,12 +233,19 @@ def _layouts(
     counts: tuple[int, ...],
     of_ranks: tuple[tuple[int, ...], ...],
 ) -> tuple[Layout, ...]:
-    kinds = stage_kinds(model, counts)  # most ranks are equal
-    return tuple(_layout(model, sizes, tuple(kinds[stage] for stage in stages)) for stages in of_ranks)
+    return tuple(layout_of(model, sizes, _own_kinds(model, counts, stages)) for stages in of_ranks)
 
 
 @lru_cache(maxsize=1 << 12)
-def _layout(model: ModelShape, sizes: UnitKey, own: tuple[StageKind, ...]) -> Layout:
+def _own_kinds(model: ModelShape, counts: tuple[int, ...], stages: tuple[int, ...]) -> tuple[StageKind, ...]:
+    """Return the kinds of a rank's stages: most ranks are equal."""
+    kinds = stage_kinds(model, counts)
+    return tuple([kinds[stage] for stage in stages])
+
+
+@lru_cache(maxsize=1 << 12)
+def layout_of(model: ModelShape, sizes: UnitKey, own: tuple[StageKind, ...]) -> Layout:
+    """Return the units of these stages, with the number of elements that a rank stores."""
     units = (stage_units(model, sizes, stage) for stage in own)
     return Layout(tuple(chain.from_iterable(units)))
 
@@ -259,8 +281,9 @@ def micro_bytes(
     for blocks in (model, model.dense_block) if model.dense_layers else (model, model):
         one, other = (block_activation_bytes(blocks, plan, kind, sequence, software) for kind in kinds)
         of_blocks.append((one, other, block_activation_bytes(blocks, plan, "none", sequence, fused)))
-    sizes = []
-    for kind in stage_kinds(model, counts):
+    sizes: dict[StageKind, tuple[float, float]] = {}
+    kinds_of_stages = stage_kinds(model, counts)
+    for kind in dict.fromkeys(kinds_of_stages):
         saved, deferred = _head_bytes(model, plan, software, num_tokens) if kind.is_last else 0.0, 0.0
         for number, (one, other, later) in zip(
             (kind.blocks - kind.dense, kind.dense), of_blocks, strict=True
@@ -268,8 +291,8 @@ def micro_bytes(
             full = number // int(every or 1)
             saved += full * one + (number - full) * other
             deferred += number * later
-        sizes.append((tokens * saved, tokens * deferred))
-    return sizes
+        sizes[kind] = tokens * saved, tokens * deferred
+    return [sizes[kind] for kind in kinds_of_stages]
 
 
 @lru_cache(maxsize=1 << 12)

@@ -12,6 +12,7 @@ from plait.errors import ConfigError, nearest, shown
 from plait.fileio import parse_json, parse_toml, read_text
 from plait.plan.context import MethodChoice, heads_of_columns
 from plait.plan.cost_model import training_flops_per_token
+from plait.plan.hashed_once import hashed_once
 
 # Names of the same figure in the config.json of different families. The first that is present counts.
 _KEYS = {
@@ -44,6 +45,7 @@ _FROM_ONE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "mlp_ma
 _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
 
 
+@hashed_once
 @dataclass(frozen=True)
 class ModelShape:
     """A stack of decoder blocks between an embedding and a head: equal ones, after `dense_layers` of them

@@ -114,7 +114,7 @@ def _nearby(key: str, at: Field, ranked: Sequence[StepEstimate], searched: Searc
     """Return a fast plan of a family among those that have the best plans' values of other keys."""
     for others in (_KEYS, ("pp", "tp", "schedule", "sp"), ("zero",)):
         near = {other: {getattr(p.plan, other) for p in ranked} for other in others if other != key}
-        space = replace(at.space, only={**near, **at.space.only})
+        space = replace(at.space, only={**at.space.only, **near})
         search = searched.within(replace(at, space=space), _MOST_STEPS)
         next(search.fastest(), None)
         if search.least[1] is not None:

@@ -103,11 +103,13 @@ class Refusals:
         self.counts[rule] = self.counts.get(rule, 0) + 1
 
 
-def with_defaults(*keys: str) -> Callable[[Plan], Plan]:
-    """Return a function of plans that sets these keys to their defaults. Plans that differ in these keys only
-    get the same one."""
-    kept = [key for key in Plan.__dataclass_fields__ if key not in keys]
-    make = lru_cache(maxsize=1 << 14)(lambda values: Plan(**dict(zip(kept, values, strict=True))))
+def with_defaults(*keys: str, **others: Any) -> Callable[[Plan], Plan]:
+    """Return a function of plans that sets these keys to their defaults, and `others` to these values. Plans
+    that differ in these keys only get the same one."""
+    kept = [key for key in Plan.__dataclass_fields__ if key not in keys and key not in others]
+    make = lru_cache(maxsize=1 << 14)(
+        lambda values: _ANY.changed(**dict(zip(kept, values, strict=True)), **others)
+    )
     values_of = attrgetter(*kept)
     return lambda plan: make(values_of(plan))
 
@@ -165,7 +167,7 @@ class Space:
         )
         for keys in levels[decided](plan):
             try:
-                yield Plan(**(vars(plan) | keys)) if keys else plan  # faster than `replace`
+                yield plan.changed(**keys) if keys else plan
             except PlanError as error:
                 self.refusals.add(error)
 

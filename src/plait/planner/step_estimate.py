@@ -11,7 +11,7 @@ from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
 from plait.plan.context import AttentionMessages, heads_degree
 from plait.plan.events import Collective, During
-from plait.plan.layout import Layout, UnitLayout
+from plait.plan.layout import Layout
 from plait.plan.memory import COMPUTE_BYTES
 from plait.plan.schedule.load import stages_by_rank, stages_of
 from plait.plan.schedule.simulate import Durations, PipelineEnds, pipeline_s
@@ -32,9 +32,9 @@ from plait.planner.compute import (
 from plait.planner.constants import Constants
 from plait.planner.memory import (
     fullest_process,
+    layout_of,
     peak_memory,
     rank_layouts,
-    stage_units,
     tokens_of_rank,
     unit_sizes,
     with_method,
@@ -288,20 +288,19 @@ def _stage_seconds(
     head = head_seconds(model, part, rates, constants)
     embedding = embedding_seconds(model, part, rates)
     seconds: dict[StageKind, StageSeconds] = {}
-    for kind in stage_kinds(model, counts):
-        if kind not in seconds:
-            blocks = (kind.blocks - kind.dense, *block), (kind.dense, *dense)
-            forward, backward, weight, *others = (
-                sum(each[0] * each[i] for each in blocks) for i in range(1, len(block) + 1)
+    kinds = stage_kinds(model, counts)
+    for kind in dict.fromkeys(kinds):
+        others, first = kind.blocks - kind.dense, kind.dense
+        total = StageSeconds(*[others * a + first * b for a, b in zip(block, dense, strict=True)])
+        for end in [embedding] * kind.is_first + [head] * kind.is_last:
+            total = StageSeconds(
+                total.forward + end.forward,
+                total.backward + end.backward,
+                total.weight + end.weight,
+                *total[3:],
             )
-            for end in [embedding] * kind.is_first + [head] * kind.is_last:
-                forward, backward, weight = (
-                    forward + end.forward,
-                    backward + end.backward,
-                    weight + end.weight,
-                )
-            seconds[kind] = StageSeconds(forward, backward, weight, *others)
-    return tuple(seconds[kind] for kind in stage_kinds(model, counts))
+        seconds[kind] = total
+    return tuple([seconds[kind] for kind in kinds])
 
 
 @lru_cache(maxsize=1 << 13)
@@ -478,28 +477,27 @@ def stage_gathers(
         return [Overlapped(0.0, 0.0)] * len(stages)
     counts = block_counts(model, plan, software)
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
-    once_s = _calls(price, software, constants)
+    kinds, sizes, once_s = stage_kinds(model, counts), unit_sizes(plan), _calls(price, software, constants)
     result: dict[StageKind, Overlapped] = {}
-    for seconds, kind in zip(stages, stage_kinds(model, counts), strict=True):
-        if kind not in result:
-            units = stage_units(model, unit_sizes(plan), kind)
-            forward = backward = 0.0
-            for event in price.of_micros:
-                once = once_s(event.collective, units)
-                calls = event.calls / plan.micro
-                in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
-                forward += in_forward * once
-                backward += (calls - in_forward) * once
-            ahead = overlap(seconds.forward, forward)
-            back = overlap(seconds.backward + seconds.weight, backward)
-            result[kind] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0], ahead[1])
-    return [result[kind] for kind in stage_kinds(model, counts)]
+    for kind, seconds in dict(zip(kinds, stages, strict=True)).items():
+        layout = layout_of(model, sizes, (kind,))
+        forward = backward = 0.0
+        for event in price.of_micros:
+            once = once_s(event.collective, layout)
+            calls = event.calls / plan.micro
+            in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
+            forward += in_forward * once
+            backward += (calls - in_forward) * once
+        ahead = overlap(seconds.forward, forward)
+        back = overlap(seconds.backward + seconds.weight, backward)
+        result[kind] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0], ahead[1])
+    return [result[kind] for kind in kinds]
 
 
 def _calls(
     price: UnitPrices, software: Software, constants: Constants
-) -> Callable[[Collective, Sequence[UnitLayout]], float]:
-    """Seconds of the calls of a collective for each of some units."""
+) -> Callable[[Collective, Layout], float]:
+    """Seconds of the calls of a collective for each unit of a layout."""
     rank_s = constants.launch_s if software.fills_lists else 0.0
     return partial(price.seconds, sends_tensors=software.sends_tensors, rank_s=rank_s)
 
@@ -521,26 +519,21 @@ def step_reductions(
     if plan.token_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
     of_ranks, price = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks), unit_prices(plan, links)
-    once_s = _calls(price, software, constants)
-    seconds: dict[tuple[int, int], tuple[float, float]] = {}  # of many ranks with as many parameters
-    for layout in layouts:
-        if (layout.numel, layout.expert_numel) in seconds:
+    hides, once_s = software.overlaps_data and software.overlaps_gathers, _calls(price, software, constants)
+    of_layouts: dict[int, Overlapped] = {}  # most ranks have equal stages
+    for layout, own in zip(layouts, of_ranks, strict=True):
+        if id(layout) in of_layouts:
             continue
         scatter = gather = 0.0
         for collective, _, during in price.events:
             if during is During.LAST_BACKWARD:
-                scatter += once_s(collective, layout.units)
+                scatter += once_s(collective, layout)
             elif during is During.NEXT_FORWARD:
-                gather += once_s(collective, layout.units)
-        seconds[layout.numel, layout.expert_numel] = scatter, gather
-    result = []
-    for layout, own in zip(layouts, of_ranks, strict=True):
-        scatter, gather = seconds[layout.numel, layout.expert_numel]
+                gather += once_s(collective, layout)
         back = overlap(sum([stages[stage].backward + stages[stage].weight for stage in own]), scatter)
-        hides = software.overlaps_data and software.overlaps_gathers
         ahead = _overlap(sum([stages[stage].forward for stage in own]), gather, constants, overlaps=hides)
-        result.append(Overlapped(back[0] + ahead[0], back[1] + ahead[1]))
-    return result
+        of_layouts[id(layout)] = Overlapped(back[0] + ahead[0], back[1] + ahead[1])
+    return [of_layouts[id(layout)] for layout in layouts]
 
 
 def _offload_s(plan: Plan, owned: float, links: Links) -> float:

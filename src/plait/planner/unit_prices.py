@@ -1,6 +1,5 @@
 """Seconds of the collectives of a plan's units, by the events of `plan/events.py`."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -9,7 +8,7 @@ from plait.plan.axes import Axes, UnitKind
 from plait.plan.compression import Factors
 from plait.plan.events import Collective, During, TransportFacts, UnitMessages, UnitSizes, unit_events
 from plait.plan.grid import Grid
-from plait.plan.layout import UnitLayout
+from plait.plan.layout import Layout
 from plait.plan.memory import MASTER_BYTES
 from plait.plan.quantized import FORMATS
 from plait.planner.communication import Group, Links, collective_s
@@ -43,6 +42,7 @@ class UnitPrices:
         of_kinds = self._messages.items()
         self._shards = {kind: of.grid.degree(*of.roles.states(kind)) for kind, of in of_kinds}
         self._seconds: dict[tuple[object, ...], float] = {}
+        self._of_layouts: dict[tuple[object, ...], float] = {}
         covers_replicas = self._messages[UnitKind.DENSE].covers_replicas
         events = unit_events(self._plan, covers_replicas=covers_replicas)
         # No unit of the planner has partial sums.
@@ -51,45 +51,40 @@ class UnitPrices:
         self.of_micros = tuple(event for event in self.events if event.during in of_micros)
 
     def seconds(
-        self,
-        collective: Collective,
-        units: Sequence[UnitLayout],
-        *,
-        sends_tensors: bool = False,
-        rank_s: float = 0.0,
+        self, collective: Collective, layout: Layout, *, sends_tensors: bool = False, rank_s: float = 0.0
     ) -> float:
         """Seconds of a call for each of these units, or for each of their tensors. `rank_s`: of the host, for
         each rank in the list that a gather fills."""
-        if self._plan.ep == 1 and units[-1].trains:  # of a stage with frozen units, the last one is
-            return self._seconds_of_kind(collective, units, sends_tensors, rank_s)
-        by_kind: dict[tuple[UnitKind, str], list[UnitLayout]] = {}
-        for unit in units:
-            if unit.trains or self._moves_frozen(collective):
-                by_kind.setdefault((unit.kind, unit.format), []).append(unit)
-        return sum([self._seconds_of_kind(collective, of, sends_tensors, rank_s) for of in by_kind.values()])
+        key = collective, layout.totals, sends_tensors, rank_s
+        seconds = self._of_layouts.get(key)
+        if seconds is None or self._rank is not None:
+            groups: dict[tuple[UnitKind, str], tuple[int, int]] = {}
+            for kind, form, trains, *counts, numel, tensors in layout.totals:
+                if trains or (self._plan.zero == 3 and collective is Collective.GATHER):
+                    number, before = groups.get((kind, form), (0, 0))
+                    groups[kind, form] = number + (tensors if sends_tensors else counts[0]), before + numel
+            seconds = 0.0
+            for (kind, form), (number, numel) in groups.items():
+                listed_s = rank_s * self._shards[kind] if collective is Collective.GATHER else 0.0
+                seconds += self._seconds_of(collective, layout, kind, form, number, numel) + number * listed_s
+            self._of_layouts[key] = seconds
+        return seconds
 
-    def _moves_frozen(self, collective: Collective) -> bool:
-        return self._plan.zero == 3 and collective is Collective.GATHER
-
-    def _seconds_of_kind(
-        self, collective: Collective, units: Sequence[UnitLayout], sends_tensors: bool, rank_s: float
+    def _seconds_of(
+        self, collective: Collective, layout: Layout, kind: UnitKind, form: str, number: int, numel: int
     ) -> float:
-        rank, kind, number = self._rank, units[0].kind, len(units)
-        if sends_tensors:
-            number = sum(len(unit.params) for unit in units)
-        each = sum([unit.numel for unit in units]) / number
-        factors = (0.0, 0.0)
-        if rank is not None:
-            left, right = Factors.sizes_of(units, rank)
+        """Seconds of `number` calls for units of a kind and format, with equal parts of their elements."""
+        each, factors = numel / number, (0.0, 0.0)
+        if self._rank is not None:
+            units = [unit for unit in layout.units if (unit.kind, unit.format) == (kind, form)]
+            left, right = Factors.sizes_of(units, self._rank)
             factors = left / number, right / number
-        form = units[0].format
         key = collective, kind, each, factors, form
         if key not in self._seconds:
             codes = FORMATS[form].num_bytes(int(each)) if form else 0
             sizes = UnitSizes(each, each // self._shards[kind], (), factors, codes)
             self._seconds[key] = self._once(collective, kind, sizes)
-        listed_s = rank_s * self._shards[kind] if collective is Collective.GATHER else 0.0
-        return number * (self._seconds[key] + listed_s)
+        return number * self._seconds[key]
 
     def _once(self, collective: Collective, of_kind: UnitKind, sizes: UnitSizes) -> float:
         total = 0.0

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from plait.plan.hashed_once import hashed_once
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -16,6 +18,7 @@ class Workload:
         return self.sequence * self.batch
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Software:
     """Properties of the training program that change the time of a plan. The defaults are this product's own.

@@ -118,10 +118,8 @@ def estimated_bytes(
         receives=context.receives_contributions and not reads_in_place,
         shares=context.shares_params,
         scratch_bytes=scratch_bytes,
-        activation_bytes=activation_bytes,
         num_communicators=num_communicators,
-        loss_bytes=loss_bytes,
-    )
+    ).with_activations(activation_bytes, loss_bytes)
 
 
 def transport_facts(context: RankContext, host_size: int) -> TransportFacts:
