@@ -93,6 +93,7 @@ def train_on_both(plan: str, build: Callable[[], nn.Module] = small_llama, **opt
 # --- models of full size
 
 LARGE_BYTES = 1 << 20  # contents are computed up to here: totals, flags, token ids
+LARGE_IN_TOY = 1 << 16
 VOCABULARY = 128256
 SIZES = {  # hidden, ffn, layers, heads, key-value heads
     "toy": (512, 1024, 8, 8, 2),
@@ -106,7 +107,7 @@ SIZES = {  # hidden, ffn, layers, heads, key-value heads
 def sized_step(plan: str, model: str, sequences: int, length: int, layers: int) -> Recording:
     """Record the second step, of `sequences` per data rank, of tensors with sizes and no contents."""
     native = sys.modules[MODULE]
-    native.set_large_bytes(LARGE_BYTES)
+    native.set_large_bytes(LARGE_IN_TOY if model == "toy" else LARGE_BYTES)
     gc.collect()  # engines of earlier calls
     world = connect(device="cuda", timeout_s=300)
     hidden, ffn, _, heads, kv_heads = SIZES[model]

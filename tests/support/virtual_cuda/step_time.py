@@ -2,9 +2,11 @@
 tests/:
 
     python -m support.virtual_cuda.step_time
+    python -m support.virtual_cuda.step_time --small
     python -m support.virtual_cuda.step_time --model 8b "dp=8 zero=3 precision=bf16" ["tp=8" ...]
 
-The first prints the table of docs/decisions/gpu.md. Each plan runs two steps on simulated devices with
+The first prints the table of docs/decisions/gpu.md, the second that of docs/performance.md: models so small
+that the device waits for the host. Each plan runs two steps on simulated devices with
 tensors that have sizes and no contents, one process per rank, and the second step's log is replayed
 (`timeline.py`). To compare two versions of the code, run it on both.
 
@@ -27,12 +29,13 @@ from plait.tables import table
 from support import cuda_steps
 from support.pool import Pool, RankError
 from support.virtual_cuda.recording import Recording
-from support.virtual_cuda.timeline import Timeline, replay
+from support.virtual_cuda.timeline import Hardware, Timeline, replay
 
 FIRST_IMPORT = "support.virtual_cuda.load"
 PEAK_FLOPS = 989e12  # bf16 of the data sheet
 TIMEOUT_S = 600.0  # of a run
 MAX_RANKS = 64
+SLOW = Hardware(launch_s=15e-6, collective_launch_s=60e-6)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,14 @@ CASES = (
     Case("70b", "dp=64 zero=3 recompute=full precision=bf16", layers=(4, 6)),
 )
 SMALLEST = tuple(Case("toy", f"{plan} precision=bf16", 2, 2048) for plan in ("pp=2 micro=2", "dp=2 zero=3"))
+SMALL = tuple(
+    Case("toy", f"{plan} precision=bf16", 4, 512)
+    for plan in (
+        *(f"dp=2 zero={stage}" for stage in range(4)),
+        *("tp=2", "tp=2 sp=true", "cp=2"),
+        *(f"pp=2 micro=4 schedule={schedule}" for schedule in ("1f1b", "zbv")),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,7 @@ class Numbers:
     communication_s: float
     exposed_s: float
     idle_s: float
+    slow_idle_s: float  # of a host that takes SLOW for a launch
     launch_s: float
     message_ctas: float
     communicators: float
@@ -84,6 +96,7 @@ class Numbers:
     @classmethod
     def of(cls, recordings: list[Recording], timeline: Timeline) -> "Numbers":
         slowest = max(timeline.ranks, key=lambda rank: rank.exposed_s)
+        slow = replay(recordings, SLOW).ranks[timeline.ranks.index(slowest)]
         found = [recording.findings for recording in recordings]
         return cls(
             timeline.step_s,
@@ -91,6 +104,7 @@ class Numbers:
             slowest.communication_s,
             slowest.exposed_s,
             slowest.idle_s,
+            slow.idle_s,
             slowest.launch_s,
             max(rank.message_ctas for rank in timeline.ranks),
             max(len(recording.communicators) for recording in recordings),
@@ -130,18 +144,29 @@ def measure(pool: Pool, case: Case, kernels: int = 0) -> Numbers | str:
 
 
 HEADER = (
-    *("model", "plan", "step ms", "compute", "comm", "idle", "launch", "exposed us", "host syncs"),
+    *(
+        "model",
+        "plan",
+        "step ms",
+        "compute",
+        "comm",
+        "idle",
+        "slow idle",
+        "launch",
+        "exposed us",
+        "host syncs",
+    ),
     *("GB kept", "GB peak", "comms", "CTAs", "MFU %"),
 )
 
 
 def row(case: Case, found: Numbers) -> tuple[str, ...]:
     """Format the numbers of a case."""
-    milliseconds = (found.step_s, found.compute_s, found.communication_s, found.idle_s, found.launch_s)
+    host = (found.idle_s, found.slow_idle_s, found.launch_s)
     return (
         case.model,
         case.plan,
-        *(f"{1e3 * value:,.1f}" for value in milliseconds),
+        *(f"{1e3 * value:,.1f}" for value in (found.step_s, found.compute_s, found.communication_s, *host)),
         f"{1e6 * found.exposed_s:,.0f}",
         f"{found.syncs:.0f}",
         f"{found.kept_bytes / 1e9:.2f}",
@@ -172,6 +197,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("plans", nargs="*", metavar="PLAN", help="by default, the cases of the table")
+    parser.add_argument("--small", action="store_true", help="models that wait for the host")
     parser.add_argument("--model", choices=cuda_steps.SIZES, default="8b")
     parser.add_argument("--layers", type=int, help="fewer than the model's")
     parser.add_argument("--sequences", type=int, default=1, help="per data rank and step")
@@ -181,7 +207,8 @@ def main() -> int:
     arguments = parser.parse_args()
     layers = (arguments.layers,) if arguments.layers else ()
     sizes = (arguments.sequences, arguments.length, layers)
-    cases = [Case(arguments.model, plan, *sizes) for plan in arguments.plans] or CASES
+    cases = [Case(arguments.model, plan, *sizes) for plan in arguments.plans]
+    cases = cases or [*(SMALL if arguments.small else CASES)]
     pool = Pool([("ignore", "", Warning, "", 0)], FIRST_IMPORT, MAX_RANKS)
     try:
         return not show(
