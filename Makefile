@@ -89,13 +89,7 @@ docs: install $(GENERATOR)  ## the documentation site, in build/site
 	PYTHONPATH=$(GENERATOR) $(BIN)/python tools/build_site.py
 
 test: check $(TORCHAO) $(COMPRESSED) $(WANDB) $(TRL) $(DATASETS) $(LM_EVAL) $(GENERATOR)  ## everything that CI runs
-	PYTHONPATH=$(TORCHAO):$(GENERATOR) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py tests/one/test_quantized_torchao.py \
-		tests/docs/test_site.py
-	PYTHONPATH=$(COMPRESSED) $(BIN)/python -m pytest -rs tests/one/test_compressed_tensors.py
-	PYTHONPATH=$(WANDB) $(BIN)/python -m pytest -rs tests/one/test_wandb.py
-	PYTHONPATH=$(TRL):$(DATASETS) $(BIN)/python -m pytest -rs tests/one/test_chat_templates.py tests/one/test_data_hf.py
-	PYTHONPATH=$(LM_EVAL):$(DATASETS) $(BIN)/python -m pytest -rs tests/ranks/test_lm_eval.py
-	$(BIN)/python tools/run_tests.py
+	$(BIN)/python tools/run_tests.py --libraries
 
 # The C sources in a program of their own, with the compiler's checks of memory and of threads.
 SANITIZED := build/native-address build/native-thread

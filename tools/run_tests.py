@@ -11,6 +11,9 @@ takes it, which is before the last test of the file before: each test is given t
 session makes once, as its pool of ranks, is kept from file to file. The names are in pipes, where a read
 takes one from all processes. They share the server that forks commands and ranks, too, whose imports take
 four seconds.
+
+With --libraries, two more processes run the tests of libraries that are in folders of build/, and not in
+.venv, where other tests would import them, too.
 """
 
 import os
@@ -26,6 +29,7 @@ import pytest
 from _pytest.config import parse_warning_filter
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
+BUILD = TESTS.parent / "build"
 JOBS = ("docs", "faults")
 # Begun first: a long file that is begun last is one that the others wait for.
 LONG = (
@@ -38,6 +42,11 @@ LONG = (
     "one/test_fuzz.py",
     "one/test_gpu_run.py",
 )
+LIBRARIES = {  # folders of build/, and the files that are run with them
+    "torchao site-generator": "one/test_float8_torchao one/test_quantized_torchao docs/test_site",
+    "compressed-tensors trl datasets lm-eval wandb": "one/test_compressed_tensors one/test_chat_templates "
+    "one/test_data_hf one/test_wandb ranks/test_lm_eval",
+}
 NAME_BYTES = 128  # of a name in a pipe, filled up with blanks
 NO_TESTS = 5  # pytest's exit code when the arguments select none of a process
 
@@ -51,17 +60,31 @@ def main() -> int:
     sys.path.insert(0, str(TESTS))
     from support import warm  # noqa: PLC0415 - of the tests' folder
 
+    has_libraries = sys.argv[1:2] == ["--libraries"]
+    arguments = sys.argv[1 + has_libraries :]
     os.environ["PLAIT_WARM"] = warm.server()
     with ExitStack() as stack:
         pipes = [filled_pipe(names) for names in file_names()]
-        reports = [None, *(stack.enter_context(tempfile.TemporaryFile()) for _ in pipes[1:])]
-        running = []
-        for number, report in enumerate(reports):
+        programs: list[tuple[list[str], dict[str, str]]] = []  # arguments of Python, and variables
+        for number in range(len(pipes)):
             own_first = ",".join(map(str, pipes[number:] + pipes[:number]))
-            command = [sys.executable, __file__, "--pipes", own_first, *sys.argv[1:]]
-            errors = subprocess.STDOUT if report else None
-            running.append(subprocess.Popen(command, stdout=report, stderr=errors, pass_fds=pipes))
-            stack.callback(running[-1].kill)
+            programs.append(([__file__, "--pipes", own_first, *arguments], {}))
+        for folders, names in LIBRARIES.items() if has_libraries else ():
+            paths = os.pathsep.join(str(BUILD / folder) for folder in folders.split())
+            files = [str(TESTS / f"{name}.py") for name in names.split()]
+            programs.append((["-m", "pytest", "-rs", *arguments, *files], {"PYTHONPATH": paths}))
+        reports = [None, *(stack.enter_context(tempfile.TemporaryFile()) for _ in programs[1:])]
+        running = []
+        for (program, variables), report in zip(programs, reports, strict=True):
+            process = subprocess.Popen(
+                [sys.executable, *program],
+                stdout=report,
+                stderr=subprocess.STDOUT if report else None,
+                env=os.environ | variables,
+                pass_fds=pipes,
+            )
+            running.append(process)
+            stack.callback(process.kill)
         codes = [process.wait() for process in running]
         for report in filter(None, reports):
             report.seek(0)

@@ -13,7 +13,7 @@ if name.endswith("plait"):
     words[:0] = ["-m", "plait"]
 while words[:1] == ["-u"]:  # of torchrun, for ranks; a forked process flushes at its end
     del words[0]
-if not words or (words[0] != "-m" and not words[0].endswith(".py")):
+if not words or (words[0] not in ("-", "-m") and not words[0].endswith(".py")):
     os.execv(sys.executable, [sys.executable, *words])
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     server.connect(os.environ["PLAIT_WARM"])

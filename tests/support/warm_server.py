@@ -23,17 +23,28 @@ import signal
 import socket
 import struct
 import sys
+import types
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 PRELOADED = (
+    "matplotlib.backends.backend_agg",
     "matplotlib.figure",
+    "PIL.PngImagePlugin",
+    "pytest",
+    "rich._emoji_codes",
     "torch._dynamo",
+    "torch.distributed.optim",
+    "torch.utils.tensorboard",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "plait.cli.main",
     "plait.comm.launch",
+    "plait.parallel.ddp",
+    "plait.planner",
+    "plait.server.job",
+    "plait.train.explain_recipe",
     "plait.train.prepare",
     "plait.train.trainer",
     "plait.verify.runner",
@@ -45,6 +56,8 @@ def serve(path: str, first_import: str) -> None:
     gc.disable()
     for name in (first_import, *PRELOADED) if first_import else PRELOADED:
         importlib.import_module(name)
+    conversions = importlib.import_module("transformers.conversion_mapping")
+    conversions.get_checkpoint_conversion_mapping("llama")  # makes its table of all models once
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -90,7 +103,7 @@ def serve(path: str, first_import: str) -> None:
 
 
 def run(job: dict[str, Any], files: list[int]) -> None:
-    """Be the process of `python *argv`, where `argv` begins with a script or `-m` and a module.
+    """Be the process of `python *argv`, where `argv` begins with a script, `-` or `-m` and a module.
 
     `leads`: whether it leads a session; `targets`: the numbers of the files in the process.
     """
@@ -112,6 +125,11 @@ def run(job: dict[str, Any], files: list[int]) -> None:
         enter_network(Path(job["network"]))
     os.chdir(job["cwd"])
     program, *words = job["argv"]
+    if program == "-":
+        sys.argv, sys.path[0] = job["argv"], job["cwd"]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(sys.stdin.read(), "<stdin>", "exec"), vars(main))
+        return
     if program != "-m":
         sys.argv, sys.path[0] = [program, *words], str(Path(program).parent)
         runpy.run_path(program, run_name="__main__")
