@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plait.comm.shm.transport import ShmTransport
 from plait.parallel.activation_checkpoint import COMPARED, recompute_blocks
 from plait.parallel.compile import compile_blocks
 from plait.parallel.tensor.apply import apply_tp_plan
@@ -127,21 +126,6 @@ def test_row_layers_do_the_same_over_row(pool: Pool) -> None:
         assert len(starts) == 2
         for start in starts:
             assert backward[start + 1 : start + 3] == [f"mm ({H // 2}, {F})", "end all-reduce row"]
-
-
-def _summed_in_place() -> tuple[bool, bool]:
-    """Return whether the other rank reads a ROW layer's product in place, and whether its sum may change."""
-    groups = groups_of(1, 2)
-    row_layer = _case(1, 2).cut(groups).attn.o
-    y = row_layer(torch.ones(2, 3, F // 2, dtype=torch.float64))
-    (2 * y.add_(1)).sum().backward()
-    transport = groups.col.transport
-    assert isinstance(transport, ShmTransport)
-    return transport.arena.owns(y), bool((row_layer.bias.grad == 12).all())
-
-
-def test_ranks_sum_products_where_these_are_written(pool: Pool) -> None:
-    assert pool.run(_summed_in_place, 2) == [(True, True)] * 2
 
 
 def test_a_group_of_one_sends_nothing(pool: Pool) -> None:

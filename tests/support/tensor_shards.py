@@ -52,8 +52,6 @@ def muted_groups(groups: TensorGroups, *axes: str) -> TensorGroups:
 class _MutedTransport:
     """Transport that sends nothing: each rank receives its own data, and zeros from the others."""
 
-    shares_memory = False
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
@@ -82,8 +80,6 @@ def recorded(groups: TensorGroups, log: list[str]) -> TensorGroups:
 
 class _Recorder:
     """Transport that logs calls and forwards them to another."""
-
-    shares_memory = False
 
     def __init__(self, link: Transport | None, axis: str, log: list[str]) -> None:
         self._link, self._axis, self._log = link, axis, log

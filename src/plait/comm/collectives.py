@@ -335,7 +335,7 @@ def shares_memory(group: Group) -> bool:
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
     """Return an uninitialized flat tensor, which the group's collectives access in place if they can."""
-    if shares_memory(group) and device.type != "meta":
+    if shares_memory(group):
         return group.transport.empty(numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device)
 

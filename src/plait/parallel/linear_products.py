@@ -78,14 +78,6 @@ class PlainProducts:
             return x @ weight
         return torch.addmm(bias, flat(x), weight).view(*x.shape[:-1], weight.shape[1])
 
-    def write_output(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Write the layer's output, without a graph."""
-        weight_io, flat_out = weight if self.transposed else weight.t(), flat(out)
-        if bias is None:
-            torch.mm(flat(x), weight_io, out=flat_out)
-        else:
-            torch.addmm(bias, flat(x), weight_io, out=flat_out)
-
     def output_gradient(self, dy: Tensor, tokens: TokenSharding | None = None) -> Tensor:
         """Return dy in the form that the next two take, all-gathered if a rank has only its `tokens`."""
         return dy if tokens is None else tokens.all_gather(dy)

@@ -18,7 +18,6 @@ summed elsewhere. A value that is the same on every rank must therefore reach on
 gradient of a gathered tensor, and a copy's contribution to a statistic.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +29,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from plait.comm import Group, all_reduce, empty
+from plait.comm import Group, all_reduce
 from plait.parallel.tensor.shards import ShardedDim, TokenShards
 from plait.plan.sharding import DimSharding, Range
 
@@ -43,12 +42,6 @@ def all_reduce_in_place(tensor: Tensor, group: Group, label: str = "") -> Tensor
         all_reduce(tensor, group, label=label)
         increment_version(tensor)  # autograd detects if the unreduced value was saved
     return tensor
-
-
-def empty_to_reduce(shape: Sequence[int], like: Tensor, group: Group) -> Tensor:
-    """Return an uninitialized tensor, which the ranks sum in place if they can. No view: the model may modify
-    it in place."""
-    return empty(math.prod(shape), like.dtype, like.device, group).view(shape).data
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:

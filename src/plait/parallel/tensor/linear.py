@@ -43,7 +43,6 @@ from plait.parallel.tensor.functional import (
     UsedFeatures,
     all_reduce_in_place,
     copy_ranges_to_group,
-    empty_to_reduce,
     gather,
     split,
 )
@@ -311,16 +310,10 @@ def _summed_product(
 ) -> Tensor:
     """Multiply and sum over the ranks; with the tokens of each rank, return this rank's tokens of the sum.
     See [Note: product and reduction in one operator], and `products_named` for the names."""
-    summed, products = named_group(group), products_named(recipe, transposed, inp, out)
-    if isinstance(products, PlainProducts):
-        shape = *x_Ti.shape[:-1], weight_oi.shape[1 if transposed else 0]
-        partial_To = empty_to_reduce(shape, x_Ti, summed)
-        products.write_output(x_Ti, weight_oi, bias_o, partial_To)
-    else:
-        partial_To = products.output(x_Ti, weight_oi, bias_o)
+    partial_To = products_named(recipe, transposed, inp, out).output(x_Ti, weight_oi, bias_o)
     if sizes is None:
-        return all_reduce_in_place(partial_To, summed, "parts of a product")
-    own = TokenShards(summed, tuple(sizes)).reduce_scatter(partial_To)
+        return all_reduce_in_place(partial_To, named_group(group), "parts of a product")
+    own = TokenShards(named_group(group), tuple(sizes)).reduce_scatter(partial_To)
     return own.contiguous()  # as `_summed_product_shape` says: a shorter rank's tokens are a part of a buffer
 
 

@@ -64,7 +64,6 @@ from torch.autograd.function import once_differentiable
 from plait.comm import Group, Work, named_group, start_all_reduce
 from plait.models.tensors import WeakTensorMap
 from plait.parallel.linear_products import PlainProducts, Products
-from plait.parallel.tensor.functional import empty_to_reduce
 from plait.parallel.tensor.operators import define, is_traced
 from plait.parallel.tensor.shards import TokenGather, TokenShards, token_dim
 
@@ -358,7 +357,7 @@ def _reduced_during_products(
         shards = TokenShards(named_group(group), tuple(sizes))
         reduced, work = shards.start_reduce_scatter(dz, "gradient of a region's tokens")
     else:
-        reduced = empty_to_reduce(dz.shape, dz, named_group(group)).copy_(dz)
+        reduced = dz.clone(memory_format=torch.contiguous_format)
         work = start_all_reduce(reduced, named_group(group), label="gradient of features")
     products = _weight_gradients(dys, xs, transposed)
     work.wait()
