@@ -153,7 +153,7 @@ def tensor_parts(*, compiled: bool) -> Parts:
         import_module("torch._inductor.lowering")  # adds the products
         products = torch._inductor.select_algorithm.extern_kernels
         called = [[(products, "mm"), (products, "addmm")], [(products, "bmm")]]
-    own = "write_output", "output", "input_gradient", "weight_gradient"
+    own = "output", "input_gradient", "weight_gradient"
     return {
         "products": [*called[0], *((PlainProducts, name) for name in own)],
         "products of attention": called[1],

@@ -55,7 +55,7 @@ BUDGETS = {
     "models": 11070,
     "optim": 1625,
     "pages": 275,
-    "parallel": 15820,
+    "parallel": 15806,
     "plan": 7490,
     "planner": 5320,
     "server": 2250,
