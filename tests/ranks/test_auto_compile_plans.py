@@ -1,85 +1,61 @@
 """compile=auto under plans of ranks: the numbers of one process, and one choice for all ranks."""
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from unittest import mock
-
 import pytest
 import torch
 
 import plait
-from plait.plan import Plan, compile_choice
-from support import hf_models, pipeline_plans, programs
-from support.changed_models import lora, task
-from support.compilers import compiles
+from plait.verify import Outcome
+from support import compiled_plans, programs
+from support.covering import Case
 from support.pool import Pool
 
 
-@contextmanager
-def _choosing(*, in_cpp: bool = False, gain: float = -1e9) -> Iterator[None]:
-    """Measure in runs of any length, with times in a folder of this rank. `gain`: what counts as one."""
-    torch._dynamo.reset()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.dict("os.environ", XDG_CACHE_HOME=folder),
-        mock.patch.object(compile_choice, "MIN_RUN_S", 0.0),
-        mock.patch.object(compile_choice, "MIN_GAIN", gain),
-        compiles(in_cpp=in_cpp),
-    ):
-        yield
-
-
-def _trained(task: programs.Task, plan: str, in_cpp: bool) -> tuple[programs.Trace, bool]:
-    """The trace, and whether code was compiled for it."""
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    with _choosing(in_cpp=in_cpp):
-        trace = programs.train_task(task, plan)
-    return trace, counters["stats"]["unique_graphs"] > 0
-
-
-TASKS = {
-    "llama": replace(pipeline_plans.task("llama", 4, 8), own_loss=True, steps=2),
-    "lora": replace(task(lora, "llama"), steps=2),
-    "mixtral": programs.Task(hf_models.builder("mixtral"), own_loss=True, steps=2),
-}
+def check_case(pool: Pool, case: Case, *, in_cpp: bool, reason: str = "") -> None:
+    """The numbers are those of one process within the tolerance of `plait verify`; blocks are compiled, or
+    are not for this reason."""
+    found = pool.run(compiled_plans.verified, compiled_plans.num_ranks(case), case, in_cpp, timeout_s=240.0)
+    verdict, choice, _ = found[0]
+    assert (verdict.outcome, verdict.message) == (Outcome.SAME, ""), verdict
+    assert choice.startswith("off: " if reason else "on: "), choice
+    assert reason in choice
+    for _, other, num_graphs in found:
+        assert other == choice
+        assert reason or num_graphs
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "in_cpp"),
+    ("case", "in_cpp"),
     [
-        ("llama", "dp=2 zero=3 micro=2", True),
-        ("llama", "dp=2 recompute=selective zero=1", False),
-        ("llama", "tp=2 sp=true recompute=full", False),
-        ("llama", "pp=2 micro=4 chunks=2", False),
-        ("llama", "cp=2 zero=3", False),
-        ("lora", "dp=2 zero=2 tp=2", False),
-        ("mixtral", "dp=2 ep=2 zero=1", False),
-        *(
-            pytest.param("llama", words, in_cpp, marks=pytest.mark.sweep)
-            for words in (
-                "dp=2 zero=2 offload=cpu",
-                "dp=2 tp=2 sp=true zero=3 recompute=selective",
-                "dp=2 pp=2 micro=2 zero=1",
-                "cp=2 tp=2 recompute=every=2",
-                "tp=2x1 pp=2 micro=2",
-            )
-            for in_cpp in (False, True)
-        ),
+        *((case, False) for case in compiled_plans.few_cases()),
+        *(pytest.param(case, True, marks=pytest.mark.sweep) for case in compiled_plans.few_cases()),
     ],
+    ids=lambda value: "" if isinstance(value, bool) else compiled_plans.name_of(value),
 )
-def test_blocks_that_auto_compiles_train_as_in_one_process(
-    pool: Pool, model: str, words: str, in_cpp: bool
+def test_plans_that_auto_compiles_train_as_in_one_process(pool: Pool, case: Case, in_cpp: bool) -> None:
+    check_case(pool, case, in_cpp=in_cpp)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", compiled_plans.many_cases(), ids=compiled_plans.name_of)
+def test_every_pair_of_compiled_options_trains_as_in_one_process(pool: Pool, case: Case) -> None:
+    check_case(pool, case, in_cpp=False)
+
+
+REFUSED = {
+    "schedule=zb-h1 splits backwards": {"pp": "2", "schedule": "zb-h1", "micro": "2"},
+    "compiles no block with attention over ranks": {"cp": "2", "recompute": "selective"},
+    "counts no experts in compiled blocks": {"model": "mixtral", "dp": "2", "recompute": "selective"},
+    "LlamaDecoderLayer: a norm over sharded features": {"tp": "2x1", "recompute": "selective"},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_plans_that_auto_does_not_compile_say_why_and_train_as_in_one_process(
+    pool: Pool, reason: str
 ) -> None:
-    trained, plan = TASKS[model], f"{words} compile=auto precision=fp64"
-    found = pool.run(_trained, Plan.parse(plan).num_ranks, trained, plan, in_cpp, timeout_s=240.0)
-    ours = found[0][0]
-    for trace, is_compiled in found:
-        assert is_compiled
-        assert (trace.losses, trace.norms) == (ours.losses, ours.norms)
-    programs.assert_same(ours, programs.one_process_task(trained, ours.first_weights, Plan.parse(plan).micro))
+    case = {"model": "llama", "adapter": "none", "precision": "fp64", **REFUSED[reason]}
+    assert compiled_plans.reason_of({"tp": "1", "cp": "1", "recompute": "none", **case})
+    check_case(pool, case, in_cpp=False, reason=reason)
 
 
 def _choice(plan: str, gains: tuple[float, float]) -> tuple[str, bool, str]:
@@ -88,7 +64,7 @@ def _choice(plan: str, gains: tuple[float, float]) -> tuple[str, bool, str]:
     model = programs.llama(on_meta=False, exact=False)
     engine = plait.parallelize(model, plan, optimizer_args=programs.ADAMW, seed=3)
     ids = (torch.arange(64) % programs.VOCABULARY).view(4, 16)
-    with _choosing(gain=gains[engine.world.rank]):
+    with compiled_plans.choosing(gain=gains[engine.world.rank]):
         engine.step(programs.share_of({"input_ids": ids, "labels": ids}, engine))
     choice = engine.compile_choice
     assert choice is not None
@@ -100,10 +76,3 @@ def test_all_ranks_do_as_rank_0_has_measured(pool: Pool, gains: tuple[float, flo
     ours, other = pool.run(_choice, 2, "dp=2 zero=3 compile=auto", gains)
     assert ours == other
     assert ours[1] == (gains[0] < 0)
-
-
-def test_a_schedule_that_splits_backwards_is_not_compiled(pool: Pool) -> None:
-    ours, other = pool.run(_choice, 2, "pp=2 micro=2 schedule=zb-h1 compile=auto", (0.0, 0.0))
-    assert ours == other
-    assert ours[0].startswith("off: schedule=zb-h1 splits backwards")
-    assert "compile" not in ours[2]

@@ -23,22 +23,23 @@ def covering(
     least: int = 0,
     known: Set[Pair] = frozenset(),
     cost: Callable[[Case], float] = lambda _: 1.0,
+    size: int = 2,
 ) -> list[Case]:
-    """Select `cases` that cover every pair of options of any of them, in the order of choice. `known` pairs
-    are covered elsewhere.
+    """Select `cases` that cover every pair of options of any of them, in the order of choice, or every
+    combination of `size` options. `known` pairs are covered elsewhere.
 
     Greedy: always the case with the most missing pairs for its cost, ties by a seeded shuffle. Once no pair
-    is missing, continues with triples until `least` cases are chosen.
+    is missing, continues with larger combinations until `least` cases are chosen.
     """
     left = [*cases]
     random.Random(seed).shuffle(left)
     chosen: list[Case] = []
-    for size, wanted in ((2, len(cases)), (3, least)):
+    for number, wanted in ((size, len(cases)), (size + 1, least)):
         bits = _Bits()
-        sets = [bits.of(_combinations(case, size)) for case in left]
+        sets = [bits.of(_combinations(case, number)) for case in left]
         missing = functools.reduce(operator.or_, sets, 0) & ~bits.of(tuple(sorted(pair)) for pair in known)
         for case in chosen:
-            missing &= ~bits.of(_combinations(case, size))
+            missing &= ~bits.of(_combinations(case, number))
         while missing and len(chosen) < wanted:
             best = max(
                 range(len(left)), key=lambda index: (sets[index] & missing).bit_count() / cost(left[index])

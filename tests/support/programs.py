@@ -85,11 +85,11 @@ def llama(
 def with_exact_norms(model: Any) -> Any:
     for module in model.modules():
         if type(module).__name__ == "LlamaRMSNorm":
-            module.forward = types.MethodType(_exact_rms_norm, module)
+            module.forward = types.MethodType(exact_rms_norm, module)
     return model
 
 
-def _exact_rms_norm(self: Any, x: Tensor) -> Tensor:
+def exact_rms_norm(self: Any, x: Tensor) -> Tensor:
     """RMSNorm in the input's dtype: transformers uses float32, too coarse for tolerances of 1e-9."""
     return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 

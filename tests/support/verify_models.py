@@ -183,7 +183,7 @@ _SIZES = {
     "sep_token_id": 2,
 }
 _DISTILBERT = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
-_T5 = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+T5 = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 _BART = {
     "d_model": 32,
     **{
@@ -195,28 +195,28 @@ _BART = {
 }
 
 
-def _of_task(name: str, **sizes: Any) -> nn.Module:
+def of_task(name: str, **sizes: Any) -> nn.Module:
     model: Any = getattr(transformers, name)
     torch.manual_seed(4)
     return model(model.config_class(**{**_SIZES, **sizes}))
 
 
 # Masked and sequence-to-sequence language models
-bert = functools.partial(_of_task, "BertForMaskedLM")
-roberta = functools.partial(_of_task, "RobertaForMaskedLM")
-modernbert = functools.partial(_of_task, "ModernBertForMaskedLM", reference_compile=False)
-distilbert = functools.partial(_of_task, "DistilBertForMaskedLM", **_DISTILBERT)
-t5 = functools.partial(_of_task, "T5ForConditionalGeneration", **_T5)
+bert = functools.partial(of_task, "BertForMaskedLM")
+roberta = functools.partial(of_task, "RobertaForMaskedLM")
+modernbert = functools.partial(of_task, "ModernBertForMaskedLM", reference_compile=False)
+distilbert = functools.partial(of_task, "DistilBertForMaskedLM", **_DISTILBERT)
+t5 = functools.partial(of_task, "T5ForConditionalGeneration", **T5)
 switch = functools.partial(
-    _of_task,
+    of_task,
     "SwitchTransformersForConditionalGeneration",
-    **_T5,
+    **T5,
     **dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), 1),
     num_experts=4,
     expert_capacity=3,
 )
-bart = functools.partial(_of_task, "BartForConditionalGeneration", **_BART)
-marian = functools.partial(_of_task, "MarianMTModel", **_BART)
+bart = functools.partial(of_task, "BartForConditionalGeneration", **_BART)
+marian = functools.partial(of_task, "MarianMTModel", **_BART)
 
 
 def mbart() -> ModelSpec:
@@ -227,7 +227,7 @@ def mbart() -> ModelSpec:
         tokens["labels"][:, 0] = tokens["input_ids"][:, 0]
         return tokens
 
-    return ModelSpec(functools.partial(_of_task, "MBartForConditionalGeneration", **_BART), batch)
+    return ModelSpec(functools.partial(of_task, "MBartForConditionalGeneration", **_BART), batch)
 
 
 def other_kind(name: str) -> ModelSource:

@@ -38,11 +38,12 @@ from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.attention_products import AttentionProducts
 from plait.parallel.tensor.operators import CollectivesInOrder
 
-# Warnings of torch about its own code while it compiles: with warnings as errors nothing would compile.
+# Warnings of torch while it compiles its code or a model's: with warnings as errors nothing would compile.
 _TORCH_WARNINGS = (
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning),
     (r".*torch\.autograd\.function\.Function.* should not be instantiated", DeprecationWarning),
     (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
+    (r"\s*Dynamo detected a call to a `functools\.lru_cache`-wrapped", UserWarning),
 )
 _OPTIONS: dict[str, Any] = {  # one object each: torch compares
     "post_grad_custom_pre_pass": CollectivesInOrder(),
