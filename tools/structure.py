@@ -57,7 +57,7 @@ BUDGETS = {
     "pages": 275,
     "parallel": 15806,
     "plan": 7490,
-    "planner": 5320,
+    "planner": 5350,
     "server": 2250,
     "train": 6745,
     "verify": 1825,

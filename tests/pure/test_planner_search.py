@@ -21,7 +21,7 @@ from plait.planner.bounds import EstimateCache
 from plait.planner.plan_families import PlanFamily
 from plait.planner.search import parts
 from plait.planner.space import LEAST_TOKENS, Decided, Space, read_pins
-from plait.planner.step_estimate import StepEstimate
+from plait.planner.step_estimate import TYPICAL_ERROR, StepEstimate
 
 SMALL = ModelShape.parse("layers=4 hidden=1024 heads=8 kv_heads=2 ffn=2816 vocab=32000 gated=true")
 MIXTURE = replace(SMALL, experts=4, experts_per_token=2, ffn=1408)
@@ -310,6 +310,25 @@ def test_the_best_plans_differ_in_degrees_and_leave_memory_free() -> None:
     assert len({(p.plan.pp, p.plan.tp) for p in found.best}) == 5
     capacity_bytes = cluster("dgx-h100:2").device.memory_bytes
     assert all(each.estimate.memory_high_bytes <= 0.95 * capacity_bytes for each in found.best)
+
+
+def test_plans_as_fast_within_the_typical_error_are_those_of_an_exhaustive_search() -> None:
+    """One of each pp, tp, cp and ep, up to as many as are asked for, and none slower than the error."""
+    machine, work, pins = small_cluster(4), Workload(2 * LEAST_TOKENS, 4), "offload=none sp=false"
+    fastest = dict[tuple[int, ...], float]()
+    for plan in Space.of(SMALL, machine, work, read_pins(pins)).plans():
+        degrees = plan.pp, plan.rows * plan.cols, plan.cp
+        step_s = estimate_step(SMALL, plan, machine, work).step_s
+        fastest[degrees] = min(step_s, fastest.get(degrees, math.inf))
+    assert any(cp > 1 for _, _, cp in fastest)
+    times = sorted(fastest.values())
+    are_near = sum(each <= (1 + TYPICAL_ERROR) * times[0] for each in times)
+    assert 2 <= are_near < len(times)
+    for top in (1, are_near - 1, are_near):
+        found = search(SMALL, machine, work, top=top, pins=pins, headroom=0.0)
+        near = [each for each in times[top : 2 * top] if each <= (1 + TYPICAL_ERROR) * times[0]]
+        assert [each.estimate.step_s for each in found.best] == times[:top]
+        assert [each.estimate.step_s for each in found.near] == near
 
 
 def test_a_search_ends_when_its_time_is_over() -> None:

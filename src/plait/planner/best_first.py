@@ -76,6 +76,7 @@ class Search:
     most_steps    plans taken from the heap, after which it gives up
     end_s         of the process's time, after which it gives up too
     enough        a complete plan with this value or less ends it
+    most          value above which it ends
     reached       value up to which there is no other plan than those found
     is_exhausted  there is no other plan at all
     gave_up       the search has ended before it has found all
@@ -92,6 +93,7 @@ class Search:
     most_steps: int | None = None
     end_s: float = math.inf
     enough: float = -math.inf
+    most: float = math.inf
     reached: float = 0.0
     is_exhausted: bool = False
     gave_up: bool = False
@@ -179,6 +181,9 @@ class Search:
             entry = heapq.heappop(heap)
             least, is_exact, _, number, plan, decided = entry
             at, self.reached = self.fields[number], least
+            if least > self.most:
+                heapq.heappush(heap, entry)
+                return
             kind = (number, self.fold(plan)) if self.fold and decided else None
             if kind in seen:
                 self.folded.append(entry)

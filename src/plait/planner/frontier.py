@@ -27,7 +27,7 @@ def alternatives(
     zero, as far as one is found soon: each a fast one, if not the fastest. Ascending by time, on the best
     plan's cluster."""
     best, at = found.best[0], replace(found.field, weight=1.0, limit_s=math.inf)
-    known = [each.estimate for each in found.best if each.cluster == best.cluster]
+    known = [each.estimate for each in (*found.best, *found.near) if each.cluster == best.cluster]
     others = _of_degrees(at, report) if of_degrees else ()
     estimates = {estimate.plan: estimate for estimate in (*others, *_smaller(at, known[0], report), *known)}
     return [

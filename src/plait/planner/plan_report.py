@@ -22,6 +22,7 @@ from plait.planner.ranked_plan import RankedPlan
 from plait.planner.search import HEADROOM, SearchResult
 from plait.planner.stages import block_counts
 from plait.planner.step_estimate import (
+    TYPICAL_ERROR,
     Overlapped,
     StageSeconds,
     StepEstimate,
@@ -70,6 +71,14 @@ def search_tables(found: SearchResult, choices: list[RankedPlan]) -> Iterator[Re
     simple = min(near, key=lambda each: (len(str(each.plan).split()), each.estimate.step_s))
     plans.append(plain(f"simplest within {_NEARLY - 1:.0%}: {_plan(simple)}"))
     yield Group(Text("plans", style="italic"), *plans)
+    if found.near:
+        title = f"as fast within {TYPICAL_ERROR:.0%}, the planner's typical error"
+        times = [f"{each.estimate.step_s / first.estimate.step_s:.2f}x" for each in found.near]
+        texts = [
+            plain(f"{slower}  {_plan(each)}{_across_hosts(each)}")
+            for slower, each in zip(times, found.near, strict=True)
+        ]
+        yield Group(Text(title, style="italic"), *texts)
     leaner = [
         (
             format_seconds(each.estimate.step_s),
@@ -200,6 +209,7 @@ def search_json(found: SearchResult) -> dict[str, Any]:
     return {
         "cluster": found.best[0].cluster.name,
         "plans": [to_json(each) | {"near_tie": found.is_near_tie(each)} for each in found.best],
+        "near": [to_json(each) for each in found.near],
         "families": [
             {
                 "name": family.name,

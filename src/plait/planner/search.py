@@ -25,12 +25,13 @@ from plait.planner.space import (
     no_plan_error,
     read_pins,
 )
-from plait.planner.step_estimate import Software, StepEstimate, Workload
+from plait.planner.step_estimate import TYPICAL_ERROR, Software, StepEstimate, Workload
 from plait.planner.workload import PLAIT
 
 Objective = Literal["time", "cost", "energy"]
 HEADROOM = 0.05
-_degrees = attrgetter("pp", "tp", "cp", "ep")
+MOST_NEAR = 2  # times as many plans as are asked for, with those that are as fast within the typical error
+_degrees = attrgetter("pp", "dp", "cp", "ep")  # the ranks of tp follow
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
@@ -40,6 +41,7 @@ class SearchResult:
     """The result of a search.
 
     best      the best plans, the first is the answer
+    near      the next ones, as far as the planner's typical error is more than what they are slower
     field     the first plan's, with the estimates of its plans
     families  plans that are not among them because of one of their values, with the reason
     counts    plans of the search
@@ -47,6 +49,7 @@ class SearchResult:
     """
 
     best: tuple[RankedPlan, ...]
+    near: tuple[RankedPlan, ...]
     field: Field
     families: tuple[PlanFamily, ...]
     counts: SearchCounts
@@ -76,7 +79,7 @@ def search(
     seconds: float = 60.0,
     report: Callable[[SearchCounts], None] = lambda _: None,
 ) -> SearchResult:
-    """Find the `top` best plans for a cluster: of those with the same pp, tp, cp and ep, the best.
+    """Find the `top` best plans for a cluster, one for each pp, tp, cp and ep, and those that are near.
 
     objective      `time` of a step on all devices; or `cost` (dollars) or `energy` of the training, for which
                    parts of the cluster are considered too, as for `time` if no plan divides the batch
@@ -110,7 +113,7 @@ def search(
     counts, found, ranked = SearchCounts(), Search(), list[tuple[Field, StepEstimate]]()
     for group in _groups(fields, objective, has_deadline=deadline_days is not None):
         found = Search(counts, report, end_s=end_s, fold=_degrees)
-        ranked = list(islice(found.fastest(group), top))
+        ranked = _ranked(found, group, top)
         if ranked or found.gave_up:
             break
     if not ranked:
@@ -118,8 +121,19 @@ def search(
             raise _no_time(seconds, counts)
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     families = rejected_families(ranked[0][0], [each for at, each in ranked if at is ranked[0][0]], found)
-    best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens, software) for at, estimate in ranked)
-    return SearchResult(best, ranked[0][0], tuple(families), counts, is_complete=not found.gave_up)
+    plans = tuple(RankedPlan(estimate, model, at.cluster, work, tokens, software) for at, estimate in ranked)
+    return SearchResult(plans[:top], plans[top:], ranked[0][0], tuple(families), counts, not found.gave_up)
+
+
+def _ranked(found: Search, fields: list[Field], top: int) -> list[tuple[Field, StepEstimate]]:
+    """Return the `top` best plans, and the next ones that the planner cannot tell from the first."""
+    plans = found.fastest(fields)
+    ranked = list(islice(plans, top))
+    if ranked:
+        at, first = ranked[0]
+        found.most = (1 + TYPICAL_ERROR) * at.weight * first.step_s
+        ranked += islice(plans, (MOST_NEAR - 1) * top)
+    return ranked
 
 
 def _groups(fields: list[Field], objective: Objective, *, has_deadline: bool) -> list[list[Field]]:

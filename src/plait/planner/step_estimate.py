@@ -86,6 +86,7 @@ class StageSeconds(NamedTuple):
     experts: float
 
 
+TYPICAL_ERROR = 0.08  # of a step's time: the mean of published steps, their publisher left out of the fit
 _SPREAD = 0.17  # of an interval: 81 of 100 steps are within it if their publisher is left out of the fit
 
 
