@@ -50,7 +50,7 @@ BUDGETS = {
     "comm": 7195,
     "compat": 1710,
     "data": 4580,
-    "engine": 6428,
+    "engine": 6434,
     "estimate": 600,
     "models": 11070,
     "optim": 1625,

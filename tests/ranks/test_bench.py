@@ -2,11 +2,13 @@
 
 import time
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from plait.bench import plans
 from plait.bench.cases import SUM, Pattern, TensorSlice, make_case
 from plait.bench.collectives import Measurement, measure
 from plait.bench.request import ALGORITHM_CHOICES, Request
@@ -153,3 +155,14 @@ def test_a_piece_of_a_wrong_rank_does_not_pass() -> None:
         pattern.fill(TensorSlice(part.tensor, 0, part.start))
     fits = [pattern.matches(part) for part in make_case("all-gather", group, first, second).outputs]
     assert fits == [True, False]
+
+
+def _others_s() -> list[float]:
+    """Return those of two steps; ranks 0 and 2 are on one host, 1 and 3 on another."""
+    world = connect()
+    with mock.patch.object(plans, "ranks_by_host", return_value=((0, 2), (1, 3))):
+        return plans._others_s(world, [1.0 + world.rank, 0.5], [10.0 + 10 * (world.rank % 2), 1.0])
+
+
+def test_time_of_other_programs_is_that_of_a_host_without_its_own_ranks(pool: Pool) -> None:
+    assert pool.run(_others_s, 4) == [[6.0, 0.0], [14.0, 0.0]] * 2

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from plait.data.documents import Pairs
 from plait.errors import ConfigError
 from plait.train.config import read_recipe
+from plait.train.explain_recipe import cluster_from_recipe, explain_recipe
 from plait.train.prepare import ResolvedRun
 from support.chats import answer, user
 from support.pool import Pool
@@ -50,6 +51,19 @@ def test_a_run_on_pairs_that_resumes_equals_one_that_never_stopped(
     pool: Pool, recipe: Path, trained: ResolvedRun, tmp_path: Path
 ) -> None:
     check_resumed(pool, recipe, trained, tmp_path / "again")
+
+
+def test_explain_shards_the_reference_as_its_engine_does(recipe: Path) -> None:
+    given = read_recipe(recipe, ["plan=tp=2 micro=2 precision=fp32"])
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    kept = {f"model.layers.*.{name}": "replicate" for name in (*names, "self_attn", "mlp")}
+    of_model = given.model.model_copy(update={"tensor_plan": kept})
+    found = []
+    for each in (given, given.model_copy(update={"model": of_model})):
+        memory = explain_recipe(each, cluster_from_recipe(each, None, None)).of_rank(0).memory
+        assert memory.frozen >= memory.parameters
+        found.append(memory.frozen)
+    assert found[0] < found[1]
 
 
 def test_precomputed_references_are_those_of_the_model(

@@ -19,7 +19,7 @@ import torch
 
 from plait.api import parallelize
 from plait.bench.collectives import slowest, synchronize
-from plait.comm import World, all_reduce, barrier
+from plait.comm import World, all_reduce, barrier, ranks_by_host
 from plait.comm.launch_function import launch
 from plait.comm.objects import broadcast_text
 from plait.models import causal_lm_on_meta
@@ -108,14 +108,21 @@ def _steps(
         ends = time.perf_counter(), time.process_time(), _host_s()
         measured.append((ends[0] - begin_s, ends[1] - core_s, ends[2] - host_s))
     times, cores, hosts = ([*each] for each in zip(*measured, strict=True))
-    step_s, rank_s, all_s = slowest(world, [times, cores, hosts])
-    own = torch.tensor(cores, dtype=torch.float64, device=world.device)
-    all_reduce(own, world.group)
-    others: list[float] = [
-        max(0.0, host - of_ranks) / (elapsed * (os.cpu_count() or 1))
-        for host, of_ranks, elapsed in zip(all_s, own.tolist(), step_s, strict=True)
-    ]
+    step_s, rank_s, others_s = slowest(world, [times, cores, _others_s(world, cores, hosts)])
+    num_cores = os.cpu_count() or 1
+    others = [each / (elapsed * num_cores) for each, elapsed in zip(others_s, step_s, strict=True)]
     return list(zip(step_s, rank_s, others, strict=True))[_WARM_UP:]
+
+
+def _others_s(world: World, cores: Sequence[float], hosts: Sequence[float]) -> list[float]:
+    """Seconds of other programs on this rank's host, in each step. `cores`: of this rank, `hosts`: of its
+    host. Collective."""
+    all_hosts = ranks_by_host(world.group, world.device)
+    number = next(number for number, ranks in enumerate(all_hosts) if world.rank in ranks)
+    of_hosts = torch.zeros(len(all_hosts), len(cores), dtype=torch.float64, device=world.device)
+    of_hosts[number] = torch.tensor(cores, dtype=torch.float64)
+    all_reduce(of_hosts, world.group)
+    return [max(0.0, host - own) for host, own in zip(hosts, of_hosts[number].tolist(), strict=True)]
 
 
 def _host_s() -> float:

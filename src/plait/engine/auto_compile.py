@@ -8,7 +8,8 @@ trial is uncompiled also where the choice is known: `zero=3` finds parameters th
 modules in uncompiled code only.
 
 Times of CPU ranks are of the processor, those of steps divided by the rank's threads: on a host that others
-use, clock times of three rounds may say the opposite. GPUs are timed by the clock.
+use, clock times of three rounds may say the opposite. GPUs are timed by the clock. The slowest rank's time
+counts: the first stage of a pipeline, on rank 0, may have no blocks.
 
 [Note: choices on disk]
 Measured times are in a file for each model, plan, shape of a batch and machine, in plait's cache folder. A
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from plait.comm import broadcast_text
+from plait.comm import all_reduce, broadcast_text, gather_texts
 from plait.engine.build import EngineParts
 from plait.engine.runner import Micro, MicrobatchRunner, OnLoss
 from plait.errors import PlanError
@@ -69,13 +70,15 @@ class CompileTrial:
         self._world, self._device = parts.context.mesh.world, parts.context.device
         self._threads = torch.get_num_threads() if self._device.type == "cpu" else 1
         self._blocks = [block for stage in self._stages for _, block in stage.module_part.blocks]
-        named = [
+        named: Any = [
             (
                 type(block).__qualname__,
                 [(n, tuple(p.shape), str(p.dtype)) for n, p in block.named_parameters()],
             )
             for block in self._blocks
         ]
+        of_ranks = map(json.loads, gather_texts(json.dumps(named), self._world.group, self._device))
+        named = next(filter(None, of_ranks), named)  # of the first rank with blocks, as stages may have none
         shapes = [[(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(micro.items())] for micro in micros]
         self.key = json_hash([named, str(parts.context.plan), self._world.size, shapes, torch.__version__])
 
@@ -130,13 +133,15 @@ class CompileTrial:
         return choice
 
     def _timed(self, rounds: int = 1) -> list[float]:
-        """Seconds of trial steps. See [Note: trial steps]."""
+        """Seconds of trial steps, on the slowest rank. See [Note: trial steps]. Collective."""
         found = []
         for _ in range(rounds):
             begin_s = self._clock_s()
             self._run()
             found.append(self._clock_s() - begin_s)
-        return found
+        slowest = torch.tensor(found, dtype=torch.float64, device=self._device)
+        all_reduce(slowest, self._world.group, "max", label="times of trial steps")
+        return [float(seconds) for seconds in slowest.tolist()]
 
     def _clock_s(self) -> float:
         if self._device.type != "cpu":
@@ -153,7 +158,9 @@ class CompileTrial:
 
     def _no_compiler(self) -> str:
         """Why a rank cannot compile; "" if all can. Collective."""
-        problem = "" if self._blocks else "the model has no repeated blocks"
+        if not self._world.any_flag(bool(self._blocks)):
+            return "the model has no repeated blocks"
+        problem = ""
         try:
             prepare_compiler(self._device)
         except PlanError as error:

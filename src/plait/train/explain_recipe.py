@@ -382,7 +382,12 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
         return explanation
     of_model = recipe.model.model_copy(update={"path": folder, "config": None})
     frozen = model_on_meta(of_model).requires_grad_(False)
-    other = explain(Arguments(frozen, plan, optimizer=torch.optim.SGD), token_batch(*batch_shape), cluster)
+    tensor_plan = None if recipe.distillation is not None else recipe.model.tensor_plan  # as its engine's
+    other = explain(
+        Arguments(frozen, plan, optimizer=torch.optim.SGD, tensor_plan=tensor_plan),
+        token_batch(*batch_shape),
+        cluster,
+    )
     return replace(explanation, rank_classes=tuple(_with_frozen(explanation.rank_classes, other)))
 
 
