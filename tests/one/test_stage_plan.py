@@ -184,6 +184,35 @@ def test_an_end_without_blocks_is_refused_where_it_has_nothing_or_lacks_somethin
     assert numbers(plan(model, blocks_of(model), 2)) == [2, 1]  # though the head is heavier
 
 
+class Counting(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Counted(Tanh):
+    """Its result reads what the last block's forward has set."""
+
+    def __init__(self) -> None:
+        super().__init__(reads=True)
+        self.layers = nn.ModuleList(Counting(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.layers[-1].calls
+
+
+def test_no_end_without_blocks_is_chosen_where_blocks_set_attributes() -> None:
+    """They cannot be read on other stages, and the last block's may be in the model's result."""
+    model = Counted()
+    assert numbers(plan_stages(model, blocks_of(model), 2, batch={"x": torch.randn(2, 4)})) == [2, 1]
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ModelError, match="no repeated blocks to split it between") as message:
         planned(nn.Bilinear(2, 2, 2), 2)
