@@ -336,7 +336,7 @@ class DataflowCheck:
         check_flow(flow, self._assignment.blocks)
         self._check_carried(flow)
         self._check_parameters(flow)
-        unexpected = flow.changing - self._assignment.changing
+        unexpected = {key for key in flow.changing - self._assignment.changing if not key.startswith("_")}
         if unexpected:
             raise _changing_error(sorted(unexpected)[0])
         self._checked.add(inputs)
