@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import ModelError, PlanError
-from plait.models import Chain, blocks_of, causal_lm_on_meta, plan_stages
+from plait.models import Chain, blocks_of, causal_lm_on_meta, plan_stages, receiving, split_stage
 from plait.plan.stages import StageAssignment
 from support import hf_models
 
@@ -182,6 +182,57 @@ def test_an_end_without_blocks_is_refused_where_it_has_nothing_or_lacks_somethin
     with pytest.raises(ModelError, match="the model's result uses a result of block 2"):
         plan(model, blocks_of(model), 2, given=(3, 0))
     assert numbers(plan(model, blocks_of(model), 2)) == [2, 1]  # though the head is heavier
+
+
+class Counting(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self._seen = 3
+        return super().forward(x)
+
+
+class Counted(Tanh):
+    """Its result reads what the last block's forward has set."""
+
+    def __init__(self) -> None:
+        super().__init__(reads=True)
+        self.layers = nn.ModuleList(Counting(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.layers[-1].calls
+
+
+def test_no_end_without_blocks_is_chosen_where_blocks_set_attributes() -> None:
+    """They cannot be read on other stages, and the last block's may be in the model's result."""
+    model = Counted()
+    assert numbers(plan_stages(model, blocks_of(model), 2, batch={"x": torch.randn(2, 4)})) == [2, 1]
+
+
+class Private(Counted):
+    """Reads a private attribute, for which it has a default."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * getattr(self.layers[-1], "_seen", 1)
+
+
+def test_a_private_attribute_of_another_stages_block_has_no_default() -> None:
+    model, batch = Private(), {"x": torch.randn(2, 4)}
+    assert numbers(plan_stages(model, blocks_of(model), 2, batch=batch)) == [2, 1]
+    given = plan_stages(model, blocks_of(model), 2, batch=batch, given=(3, 0))
+    stage = split_stage(model, blocks_of(model), given, 1, device=torch.device("cpu"))
+    with (
+        receiving(stage.module, torch.zeros(2, 4)),
+        pytest.raises(ModelError, match=r"_seen of layers\.2 is set in another stage"),
+    ):
+        stage.module(**batch)
 
 
 def test_a_model_without_blocks_is_refused() -> None:

@@ -50,7 +50,8 @@ def plan_stages(
     balance = partial(_balance, model, len(blocks), gaps_of, num_stages, ranks)
     if num_stages > len(blocks):
         return _assigned(model, flow, indices, gaps_of, balance(bare_ends=True))
-    if flow.error is None and not all(counts := balance(bare_ends=True)):
+    knows_reads = flow.error is None and not flow.changing  # the result may read what the last block has set
+    if knows_reads and not all(counts := balance(bare_ends=True)):
         with suppress(ModelError, PlanError):
             return _assigned(model, flow, indices, gaps_of, counts)
     return _assigned(model, flow, indices, gaps_of, balance(bare_ends=False))
@@ -335,7 +336,7 @@ class DataflowCheck:
         check_flow(flow, self._assignment.blocks)
         self._check_carried(flow)
         self._check_parameters(flow)
-        unexpected = flow.changing - self._assignment.changing
+        unexpected = {key for key in flow.changing - self._assignment.changing if not key.startswith("_")}
         if unexpected:
             raise _changing_error(sorted(unexpected)[0])
         self._checked.add(inputs)

@@ -152,8 +152,7 @@ def _traced(
                     except Exception as of_loss:  # any error of the user's code without values
                         loss_error = of_loss
             for values, (_, block) in zip(before, blocks, strict=True):
-                changed = {key for key, value in vars(block).items() if values.get(key, block) is not value}
-                changing |= {key for key in changed if not key.startswith("_")}
+                changing |= {key for key, value in vars(block).items() if values.get(key, block) is not value}
     except Exception as of_model:  # any error of the model's code without values
         error = of_model
     flow = Dataflow([set() for _ in range(len(blocks) + 1)])

@@ -287,7 +287,7 @@ class PassThrough(nn.Module):
         self.__dict__["_stage_original"]().training = value
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") and name not in self.__dict__.get("_stage_changing", ()):
             return super().__getattr__(name)
         if name in self.__dict__["_stage_changing"]:
             raise ModelError(
