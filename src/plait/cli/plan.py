@@ -335,7 +335,8 @@ def _refit(runs: "list[Run]", cluster: "Cluster") -> None:
     errors = [abs(run.estimate(fitted).step_s / run.step_s - 1) for run in runs if run.step_s]
     path = profile_path_of(cluster.name)
     speeds = load(path).devices
-    ranks = next(iter({cluster.host_size} & speeds.keys()), 1)  # GPUs are measured one by one
+    any_gpu = next((ranks for ranks, speed in speeds.items() if speed.kind == "cuda"), cluster.host_size)
+    ranks = cluster.host_size if cluster.host_size in speeds else any_gpu
     kept = replace(speeds[ranks], calibration={**speeds[ranks].calibration, **values})
     saved = save(HostProfile({}, {ranks: kept}), path)
     what = f"{counted(len(runs), 'plan')} determine {len(names)} of {len(Constants.names())} constants"
