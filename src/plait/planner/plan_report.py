@@ -415,7 +415,7 @@ def _add_communication(
     spans = {(span.action.kind, span.action.stage): span for spans in timeline.ranks for span in spans}
     by_label = {each["label"]: each for each in values["types"]}
     for (kind, stage), span in spans.items():
-        if kind is Kind.W:
+        if kind is Kind.W or span.end == span.start:  # an embedding alone sends no gradient back
             continue
         seconds, extra = stages[stage], gathers[stage]
         if kind is Kind.F:
