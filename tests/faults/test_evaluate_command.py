@@ -47,7 +47,7 @@ def test_a_model_or_option_that_cannot_be_evaluated_is_an_error(run: Path, tmp_p
         ((tmp_path / "none", data), "the model does not exist"),
         ((alone, data), "--tokenizer"),
         ((run, tmp_path / "none.txt"), "is missing"),
-        ((run, data, "--plan", "pp=4"), "blocks"),
+        ((run, data, "--plan", "pp=5"), "blocks"),
         ((run, data, "--ranks", "3", "--plan", "tp=2"), "--ranks 2"),
         ((run, data, "--context", "65"), "2 to 64 tokens"),
     ):

@@ -41,7 +41,7 @@ def test_the_tables_show_the_plans_costs(recipe: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     words = (
         "--plan",
-        "pp=2 dp=2 tp=2 zero=1 micro=2",
+        "pp=2 dp=2 tp=2 zero=1 micro=2 stages=1,1",
         "--json",
         file,
         "--set",
