@@ -81,7 +81,9 @@ def _masked_adamw(named: Mapping[str, nn.Parameter], groups: Any) -> torch.optim
 @pytest.fixture(scope="module")
 def reference(pool: Pool, pruned: Path) -> programs.Trace:
     first = pool.run(_trained, 1, pruned, "precision=fp64")[0].first_weights
-    return programs.one_process_task(programs.Task(programs.llama), first, 1, stepper_of=_masked_adamw)
+    return programs.one_process_task(
+        programs.Task(programs.llama, steps=programs.STEPS), first, 1, stepper_of=_masked_adamw
+    )
 
 
 def assert_zeros_stay(trace: programs.Trace) -> None:
