@@ -4,8 +4,9 @@
 
 The Llama of 33.7 M parameters, 4 x 256 tokens, 2 ranks with one thread each. The contenders of a precision
 live in the same processes and take turns; a time is that of the slower rank. The yardstick is plain torch in
-one process with one thread, the other rank idle: half of it would be a perfect cut. "forward + backward"
-drops the gradients, "step" has fused AdamW in it. `tensor_peers.py` lists the differences between peers.
+one process with one thread, the other rank idle: half of it would be a perfect cut. Blocks are compiled if a
+plan says so. "forward + backward" drops the gradients, "step" has fused AdamW in it. `tensor_peers.py` lists
+the differences between peers.
 
 Before they are measured, all contenders of a precision train from the same weights on one batch, and have to
 get the losses of one process: within 1e-4 in fp32 and 2e-2 in bf16. `loss_apart` is how far off they are.
@@ -33,7 +34,7 @@ from tensor_peers import DTYPES, ONE_PROCESS, Contender
 
 RANKS = 2
 SEQUENCES = 4
-PLANS = ["tp=1", f"tp={RANKS}", f"tp={RANKS} sp=true"]
+PLANS = ["tp=1", f"tp={RANKS}", f"tp={RANKS} compile=true", f"tp={RANKS} sp=true"]
 CHECKED_STEPS = 4
 MOST_APART = {"fp32": 1e-4, "bf16": 2e-2}
 WARM_UP = 1  # the check was one, too
