@@ -230,6 +230,12 @@ def test_a_gpu_holds_the_same_with_states_on_disk_and_in_host_memory() -> None:
     assert on_disk.disk > 0 == in_memory.disk
 
 
+def test_stages_without_blocks_have_the_names_of_their_units() -> None:
+    found = explained(small(2), "pp=4 stages=0,1,1,0 micro=2")
+    names = [first for row in found.rank_classes for first, _ in row.blocks]
+    assert names == ["embedding", "model.layers.0", "model.layers.1", "head"]
+
+
 def test_invalid_plans_are_refused_as_on_real_ranks() -> None:
     with pytest.raises(PlanError, match="cannot fill"):
         explained(small(2), "pp=5")
