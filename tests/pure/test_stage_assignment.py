@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plait.plan.stages import StageAssignment, balance_blocks
@@ -52,6 +52,7 @@ def test_among_equally_slow_assignments_the_first_stage_is_the_heavier() -> None
 
 @settings(max_examples=100)
 @given(COSTS, st.integers(1, 4), st.integers(0, 20), st.booleans())
+@example(costs=[7, 8, 6, 2, 7, 0], num_ranks=2, last=7, v_shaped=False)
 def test_assigning_two_stages_per_rank_together_is_no_slower_than_one_by_one(
     costs: list[int], num_ranks: int, last: int, v_shaped: bool
 ) -> None:

@@ -153,6 +153,9 @@ def balance_blocks(
         if best is None or objective(numbers)[0] < objective(best)[0] * (1 - 1e-9):
             best = numbers
     assert best is not None, "as many blocks as stages between the ends"
+    if ranks is not None and num_stages <= len(costs):  # another local optimum, seldom a better one
+        alone = _improved(balance_blocks(costs, num_stages, first=first, last=last), objective)
+        best = alone if objective(alone)[0] < objective(best)[0] * (1 - 1e-9) else best
     return best
 
 
