@@ -129,9 +129,9 @@ def balance_blocks(
         loads = [
             sums[stop] - sums[stop - n] + more for n, stop, more in zip(numbers, stops, extra, strict=True)
         ]
-        of_ranks: dict[int, float] = {}
+        of_ranks = dict.fromkeys(rank_of, 0.0)
         for rank, load in zip(rank_of, loads, strict=True):
-            of_ranks[rank] = of_ranks.get(rank, 0.0) + load
+            of_ranks[rank] += load
         return loads, of_ranks
 
     def objective(numbers: tuple[int, ...]) -> tuple[float, float, int, float]:
@@ -141,8 +141,9 @@ def balance_blocks(
     def holds_up(numbers: tuple[int, ...], stage: int) -> bool:
         """Return whether the stage has none, or one block on the slowest rank: then none may be better."""
         _, of_ranks = loads_of(numbers)
-        slowest = of_ranks[rank_of[stage]] == max(of_ranks.values())
-        return not numbers[stage] or (numbers[stage] == 1 and slowest)
+        return not numbers[stage] or (
+            numbers[stage] == 1 and of_ranks[rank_of[stage]] == max(of_ranks.values())
+        )
 
     best: tuple[int, ...] | None = None
     for start, end in product((0, 1), (0, 1)) if bare_ends else [(0, 0)]:  # bare ones: first, last
@@ -152,10 +153,10 @@ def balance_blocks(
         numbers = _improved((0,) * start + _min_max_split(sums, inner) + (0,) * end, objective)
         if best is None or objective(numbers)[0] < objective(best)[0] * (1 - 1e-9):
             best = numbers
-    assert best is not None, "as many blocks as stages between the ends"
-    if ranks is not None and num_stages <= len(costs):  # another local optimum, seldom a better one
+    assert best, "as many blocks as stages between the ends"
+    if ranks is not None and num_stages <= len(costs):  # another local optimum
         alone = _improved(balance_blocks(costs, num_stages, first=first, last=last), objective)
-        best = alone if objective(alone)[0] < objective(best)[0] * (1 - 1e-9) else best
+        return alone if objective(alone)[0] < objective(best)[0] * (1 - 1e-9) else best
     return best
 
 
