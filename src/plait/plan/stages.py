@@ -141,19 +141,17 @@ def balance_blocks(
     def holds_up(numbers: tuple[int, ...], stage: int) -> bool:
         """Return whether the stage has none, or one block on the slowest rank: then none may be better."""
         _, of_ranks = loads_of(numbers)
-        return not numbers[stage] or (
-            numbers[stage] == 1 and of_ranks[rank_of[stage]] == max(of_ranks.values())
-        )
+        slowest = of_ranks[rank_of[stage]] == max(of_ranks.values())
+        return not numbers[stage] or (numbers[stage] == 1 and slowest)
 
-    best: tuple[int, ...] | None = None
+    best: tuple[int, ...] = ()
     for start, end in product((0, 1), (0, 1)) if bare_ends else [(0, 0)]:  # bare ones: first, last
         inner, bare = extra[start : num_stages - end], [0] * start + [num_stages - 1] * end
         if not 1 <= len(inner) <= len(costs) or (best and not all(holds_up(best, each) for each in bare)):
             continue
         numbers = _improved((0,) * start + _min_max_split(sums, inner) + (0,) * end, objective)
-        if best is None or objective(numbers)[0] < objective(best)[0] * (1 - 1e-9):
+        if not best or objective(numbers)[0] < objective(best)[0] * (1 - 1e-9):
             best = numbers
-    assert best, "as many blocks as stages between the ends"
     if ranks is not None and num_stages <= len(costs):  # another local optimum
         alone = _improved(balance_blocks(costs, num_stages, first=first, last=last), objective)
         return alone if objective(alone)[0] < objective(best)[0] * (1 - 1e-9) else best
