@@ -171,8 +171,10 @@ def _step_at(name: str, plan: str, batch: int) -> float:
 
 
 def test_a_network_that_was_not_measured_is_an_error_that_says_how(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"host\.json:4x2(.|\n)*torchrun --nnodes 2 --nproc-per-node 2"):
-        cluster(f"{_profile(tmp_path, _cpu(2, 2))}:4x2")
+    for network in ((), (("all-reduce", 1, 2, 3e-4, 2e-8),)):
+        path = _profile(tmp_path, _cpu(2, 2, network=network))
+        with pytest.raises(ProfileError, match=r"json:4x2(.|\n)*torchrun --nnodes 2 --nproc-per-node 2"):
+            cluster(f"{path}:4x2")
 
 
 def test_a_measurement_on_one_host_keeps_the_network(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def hashed_once(cls: type[_T]) -> type[_T]:
     def without_hash(self: Any) -> dict[str, Any]:  # hashes of texts differ between processes
         return {key: value for key, value in vars(self).items() if key != HASH}
 
+    # mypy knows no decorator that replaces methods of its class, as `dataclass` does.
     cls.__hash__ = kept_hash  # type: ignore[method-assign]
     cls.__getstate__ = without_hash  # type: ignore[method-assign]
     return cls

@@ -109,7 +109,7 @@ def balance_blocks(
 
     `costs`: of each block, in any unit. `first`, `last`: additional cost of the first and the last stage.
     `ranks`: the rank of every stage; None: one stage per rank. With several stages per rank the result is a
-    local optimum: the best split for stages, improved by moving single blocks between neighbouring stages.
+    local optimum: the best split for stages, or for one stage per rank, improved by moving single blocks.
     `bare_ends`: the first and the last stage may have no block, if no other split is as fast.
 
     [Note: heavy stages first]

@@ -175,7 +175,7 @@ def _measured(name: str, count: str) -> Cluster:
             expected=" or ".join(f"{name}:{number}" for number in speeds) or "a profile with devices",
             hint=f"plait bench device --ranks {wanted}" + (f" --profile {path}" if path else ""),
         )
-    if hosts > 1 and not speed.network:
+    if hosts > 1 and not any(kind == "all-gather" for kind, *_ in speed.network):
         raise ProfileError(
             "the network between hosts was not measured",
             given=f"{name}:{count}",
