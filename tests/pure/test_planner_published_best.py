@@ -21,7 +21,7 @@ def degrees_of(plan: Plan) -> tuple[int, ...]:
 @pytest.mark.sweep
 def test_published_degrees_are_among_those_shown() -> None:
     """In the precision of the report. Prints the first plan of each and, where the published degrees are not
-    shown, the fastest plan that has them and how much longer it takes. Measured: 9 of 18."""
+    shown, the fastest plan that has them and how much longer it takes. Measured: 12 of 18."""
     found = 0
     with ROWS.open() as file:
         for row in csv.DictReader(file):
@@ -29,7 +29,7 @@ def test_published_degrees_are_among_those_shown() -> None:
             model, machine = ModelShape.named(row["model"]), cluster(row["cluster"])
             work, pins = Workload(int(row["sequence"]), int(row["batch"])), f"precision={row['precision']}"
             result = search(model, machine, work, top=10, pins=pins)
-            shown = [*result.best, *front(alternatives(result, of_degrees=False))]
+            shown = [*result.best, *result.near, *front(alternatives(result, of_degrees=False))]
             is_shown = degrees in [degrees_of(each.plan) for each in shown]
             found += is_shown
             first = result.best[0].estimate
@@ -43,4 +43,4 @@ def test_published_degrees_are_among_those_shown() -> None:
                         part: f"{own.parts[part] - first.parts.get(part, 0.0):+.3g} s" for part in own.parts
                     }
                     print(f"  {own.step_s / first.step_s:.2f}x: {own.plan}\n  {parts}")
-    assert found >= 9
+    assert found >= 12
